@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tinyrl.text import (
     Excerpt,
     answer_in,
+    ends_in_thought,
     excerpt,
     format_bytes,
     format_clock,
@@ -24,6 +25,22 @@ from tinyrl.text import (
     without_thoughts,
 )
 from tinyrl.tools.report import text_html
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("<think>so far", True),
+        ("<think>a</think>b", False),
+        ("<think>a</think>b\n <think>c", True),
+        ("a</think>b", False),
+        ("I write <think> here", False),
+        ("b", False),
+    ],
+)
+def test_a_turn_ends_in_a_thought_that_is_not_closed(text: str, *, ends: bool) -> None:
+    assert ends_in_thought(text) == ends
+    assert without_thoughts(text + "x").endswith("x") == (not ends)
 
 
 def test_a_text_is_broken_between_words_behind_its_indent() -> None:

@@ -6,17 +6,22 @@ In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run` 
 from typing import Any
 
 __version__ = "0.1.0"
-_VERBS = ("train", "evaluate", "open_run")
+_MODULES = {  # of each name
+    "train": "tinyrl.api",
+    "evaluate": "tinyrl.api",
+    "open_run": "tinyrl.api",
+    "DropEpisode": "tinyrl.environments",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """The three verbs, loaded when one is first used: `import tinyrl` itself loads nothing."""
-    if name not in _VERBS:
+    """Return a verb or class, loaded when it is first used: `import tinyrl` itself loads nothing."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'tinyrl' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module("tinyrl.api"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_VERBS])
+    return sorted([*globals(), *_MODULES])

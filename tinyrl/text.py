@@ -59,6 +59,12 @@ def without_thoughts(text: str) -> str:
     return "".join([*shown, rest])
 
 
+def ends_in_thought(text: str) -> bool:
+    """Return whether a model's turn ends in a thought that is not closed, as `without_thoughts` reads it."""
+    behind = text.rpartition("</think>")[2]
+    return re.search(r"(?m)^[ \t]*<think>", behind) is not None
+
+
 def answer_in(text: str) -> str:
     """Return what a model's turn says outside of its thoughts; a turn without any as it is."""
     shown = without_thoughts(text)

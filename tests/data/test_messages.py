@@ -86,7 +86,7 @@ def result(content: str, call: str | None = None) -> dict[str, Any]:
     ("before", "results", "wanted"),
     [
         ([USER, calling("a", "b")], [result("B", "b"), result("A", "a")], "AB"),
-        ([USER, calling("a", "b")], [result("B", "b")], "B"),
+        ([USER, calling("a", "b")], [result('["A", "B"]')], '["A", "B"]'),  # of both calls
         # nothing tells which result is whose
         ([USER, calling(None, None)], [result("B", "b"), result("A", "a")], "BA"),
         ([USER, calling("x", "x")], [result("B", "x"), result("A", "x")], "BA"),
@@ -111,6 +111,21 @@ def test_each_turn_has_its_own_calls():
 def test_a_result_of_no_call_and_a_second_one_are_refused(results: list[Any]):
     with pytest.raises(ValueError, match="tool_call_id"):
         messages_of([USER, calling("a", "b"), *results], "messages")
+
+
+@pytest.mark.parametrize(
+    "results", [[result("B", "b")], [result("B")], [result('["B"]')], [result("["), USER, calling("c")]]
+)
+@pytest.mark.parametrize("ids", [("a", "b"), (None, None)])
+def test_a_missing_result_of_two_calls_is_refused(ids: tuple[str | None, ...], results: list[Any]):
+    with pytest.raises(ValueError, match="2 calls"):
+        messages_of([USER, calling(*ids), *results], "messages")
+
+
+@pytest.mark.parametrize("behind", [[], [USER]])
+def test_two_calls_without_any_result_are_read(behind: list[Any]):
+    """The turn is the last one to learn, or its results have another role."""
+    assert len(messages_of([USER, calling("a", "b"), *behind], "messages")) == 2 + len(behind)
 
 
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image_url", "image_url": {"url": "x"}}])

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tinyrl.environments import MAX_TEXT_CHARS, Message, Reply, Transcript, trl_classes, worker_service
+import tinyrl
+from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Message, Reply, Transcript, trl_classes, worker_service
 from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
@@ -39,15 +40,15 @@ def told(text: str) -> Message:
     return {"role": "tool", "content": text}
 
 
-def answer(*tools: Callable[..., Any], to: str, **columns: Any) -> Reply | str | None:
+def answer(*tools: Callable[..., Any], to: str, **columns: Any) -> Reply | DropEpisode | None:
     """Return the reply of tools to one turn."""
     (found,) = respond_with(tools)(["?"], [[turn(to)]], **{name: [value] for name, value in columns.items()})
     return found
 
 
-def several(*results: str, invalid: bool = False) -> Reply:
+def several(*results: str, invalid: bool = False, tool_error: bool = False) -> Reply:
     """Return the reply to several calls: the result of each, and all of them as one text."""
-    return Reply("\n".join(results), invalid=invalid, results=results)
+    return Reply("\n".join(results), invalid=invalid, results=results, tool_error=tool_error)
 
 
 # ---- calls ----
@@ -101,11 +102,52 @@ def test_a_result_becomes_text_and_a_failed_call_is_answered_with_its_reason() -
         ("<tool_call></tool_call>", "not JSON: Expecting value: line 1 column 1 (char 0)"),
         (call("multiply", a=1), "there is no tool 'multiply'; there are: add, divide"),
         (call("add"), "add: missing a required argument: 'a'"),
-        (call("divide", a=1, b=0), "ZeroDivisionError: float division by zero"),
         (call("divide", a=1, b=-1), "ValueError"),
     ]:
         reply = answer(add, divide, to=made + call("add", a=1))
         assert reply == several(f"{CALL_FAILED} {reason}", "11", invalid=True)
+    reply = answer(add, divide, to=call("divide", a=1, b=0) + call("add", a=1))
+    assert reply == several(f"{CALL_FAILED} ZeroDivisionError: float division by zero", "11", tool_error=True)
+
+
+@pytest.mark.parametrize(
+    ("error", "of_the_policy"),
+    [
+        (ValueError("no such city"), True),
+        (ConnectionRefusedError(111, "down"), False),
+        (TimeoutError(), False),
+        (KeyError("answer"), False),
+        (json.JSONDecodeError("Expecting value", "<html>", 0), False),  # what a broken server answers
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), False),
+    ],
+)
+def test_a_bad_call_and_an_outage_of_its_tool_are_told_apart(error: Exception, *, of_the_policy: bool) -> None:
+    def ask(city: str) -> str:
+        raise error
+
+    reply = answer(ask, to=call("ask", city="Riga"))
+    assert isinstance(reply, Reply)
+    assert (reply.invalid, reply.tool_error) == (of_the_policy, not of_the_policy)
+
+
+def test_a_tool_may_drop_the_episode_that_called_it() -> None:
+    """Its other calls are left; other episodes are answered."""
+    called: list[str] = []
+
+    async def ask(city: str) -> str:
+        called.append(city)
+        if city == "Riga":
+            raise DropEpisode("the server is down")
+        return city.upper()
+
+    transcripts = [[turn(call("ask", city="Oslo"))], [turn(call("ask", city="Riga") + call("ask", city="Bern"))]]
+    service = worker_service.serve_replies(respond_with([ask]))
+    results = service.calls["respond"]({"prompts": ["p"] * 2, "transcripts": transcripts}, 2)
+    assert results.values == [["OSLO", False, None, False, [], False], None]
+    [failure] = results.failures
+    assert failure.row == 1
+    assert "the server is down" in failure.reason
+    assert called == ["Oslo", "Riga"]
 
 
 def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order() -> None:
@@ -121,7 +163,7 @@ def test_coroutines_of_several_episodes_wait_together_and_those_of_one_in_order(
 
     transcripts = [[turn(call("fetch", what="a") + call("fetch", what="b"))], [turn(call("fetch", what="bad"))]]
     replies = respond_with([fetch])(["p", "p"], transcripts)
-    assert replies == [several("A", "B"), Reply(f"{CALL_FAILED} ConnectionError: refused", invalid=True)]
+    assert replies == [several("A", "B"), Reply(f"{CALL_FAILED} ConnectionError: refused", tool_error=True)]
     assert log == ["ask a", "ask bad", "got a", "got bad", "ask b", "got b"]
 
 
@@ -139,7 +181,7 @@ def test_a_tool_that_exits_is_a_failed_call_and_others_are_answered() -> None:
     first, second, third = reply.text.splitlines()
     assert (first.startswith(CALL_FAILED), "3" in first) == (True, True)
     assert (second.startswith(CALL_FAILED), "4" in second) == (True, True)
-    assert (third, reply.invalid) == ("11", True)
+    assert (third, reply.tool_error) == ("11", True)
 
 
 def test_a_tool_may_get_the_episode_that_called_it() -> None:
@@ -221,6 +263,33 @@ def test_parameters_that_a_call_cannot_name_are_refused() -> None:
     for tool, name in ((rest, "rest"), (first, "first")):
         with pytest.raises(ValueError, match=f"'{name}'"):
             worker_service.schemas([tool])
+
+
+class Shop:
+    def look(self, place: str) -> str:
+        """Look.
+
+        Args:
+            place: Where.
+        """
+        return place.upper()
+
+    @classmethod
+    def visit(cls, place: str) -> str:
+        """Visit.
+
+        Args:
+            place: Where.
+        """
+        return place.upper()
+
+
+def test_a_method_of_a_class_is_refused_as_a_tool_and_that_of_an_object_is_not() -> None:
+    with pytest.raises(ValueError, match=r"'look'.*self"):
+        worker_service.schemas([Shop.look])
+    for bound in (Shop().look, Shop.visit):
+        (schema,) = worker_service.schemas([bound])
+        assert list(schema["function"]["parameters"]["properties"]) == ["place"]
 
 
 # ---- TRL's classes ----
@@ -360,8 +429,46 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
     assert (service.facts["opening"], service.facts["rewards"]) == (True, False)
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
-    assert service.calls["respond"](given, 2) == RowResults([["2", False, None, False, []], None])
+    assert service.calls["respond"](given, 2) == RowResults([["2", False, None, False, [], False], None])
     assert items == [[1, 2]] * 2
+
+
+class Flaky:
+    """A class whose server is down at the second question of Riga."""
+
+    def reset(self, **row: Any) -> None:
+        self.asked = 0
+
+    def ask(self, city: str) -> str:
+        """Ask.
+
+        Args:
+            city: Where.
+        """
+        self.asked += 1
+        if city == "Riga" and self.asked == 2:
+            raise tinyrl.DropEpisode("the server is down")
+        return city
+
+    def get_reward(self) -> float:
+        return float(self.asked)
+
+
+@pytest.mark.parametrize("most_live", [4096, 0])
+def test_a_method_may_drop_its_episode_live_replayed_and_at_its_end(
+    monkeypatch: pytest.MonkeyPatch, most_live: int
+) -> None:
+    monkeypatch.setattr(trl_classes, "MOST_LIVE", most_live)
+    calls = worker_service.environment([Flaky]).calls
+    transcripts = [[turn(call("ask", city=city))] for city in ("Oslo", "Riga")]
+    given = {"prompts": ["p", "p"], "transcripts": transcripts}
+    assert [value[0] for value in calls["respond"](given, 2).values] == ["Oslo", "Riga"]
+    given["transcripts"] = [[*each, told("..."), *each] for each in transcripts]
+    for ask, first in (("final_rewards", 2.0), ("respond", ["Oslo", False, None, False, [], False])):
+        results = calls[ask](given, 2)
+        assert results.values == [first, None]
+        [failure] = results.failures
+        assert (failure.row, "the server is down" in failure.reason) == (1, True)
 
 
 # ---- services ----
@@ -378,7 +485,8 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
     assert (found.facts["rewards"], found.facts["required"]) == (True, ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     results = found.calls["respond"](given, 6)
-    assert results.values == [["x" * MAX_TEXT_CHARS, False, 2.0, False, []], ["y", False, None, False, []], *[None] * 4]
+    cut, short = (["x" * MAX_TEXT_CHARS, False, 2.0, False, [], False], ["y", False, None, False, [], False])
+    assert results.values == [cut, short, *[None] * 4]
     assert [failure.row for failure in results.failures] == [3, 4, 5]
     assert "no server" in results.failures[2].reason
 
@@ -390,7 +498,7 @@ def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) ->
     assert (found.facts["opening"], found.facts["rewards"]) == (True, True)
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
-    assert found.calls["respond"](given, 1) == RowResults([[reply.text, False, None, True, [*reply.results]]])
+    assert found.calls["respond"](given, 1) == RowResults([[reply.text, False, None, True, [*reply.results], False]])
     assert found.calls["final_rewards"]({**given, "transcripts": [until(3)]}, 1) == RowResults([1.0])
     assert found.calls["opening"]({"prompts": ["p"], **WORD}, 1) == RowResults(["\nIt has 4 letters."])
 

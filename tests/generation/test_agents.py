@@ -465,29 +465,39 @@ def test_calls_made_at_once_are_those_made_one_after_another(server: Running) ->
 def test_a_call_for_which_nothing_is_left_is_cut_off_at_once_and_leaves_no_row(
     server: Running, out_of: str, *, stream: bool
 ) -> None:
-    server.open(**{"calls": 2, "left": 12} | {out_of: 2 if out_of == "calls" else 8})
+    server.open(**({"calls": 2} if out_of == "calls" else {"left": 8}))
     first = server.say(USER, max_tokens=4)
     server.say(MORE, max_tokens=4)
-    assert not server.episode.was_denied
+    assert server.episode.denied is None
     for _ in range(2):
         assert finished(server, USER, first, MORE, stream=stream) == ("", "length")
-    assert server.episode.was_denied
+    assert server.episode.denied == ("turns" if out_of == "calls" else "length")
     assert server.answers == [1, 1]
 
 
 @pytest.mark.parametrize(("text", "cut"), [("two x and", 1), ("another", 0)])
-def test_a_denied_call_truncates_the_conversation_it_would_continue_or_the_first(
-    server: Running, text: str, cut: int
+@pytest.mark.parametrize(("limits", "finish"), [({"calls": 2}, "turns"), ({"left": 2}, "length")])
+def test_a_denied_call_ends_the_conversation_it_would_continue_or_the_first(
+    server: Running, text: str, cut: int, limits: dict[str, int], finish: str
 ) -> None:
-    episode = server.open(calls=2)
+    episode = server.open(**limits)
     for prompt, first in (([5, 6], "one"), ([7, 8], "two")):
         call = begun(episode, prompt, ClientInput(text=first))
         sampled(call.sequence, [40], "eos")
         call.answered({"content": " x"})
     assert episode.call([9], ClientInput(text=text), limit=None, stop=[]) is None
     assert [each.finish for each in episode.samples()] == ["eos", "eos"]
-    truncated = [each.finish for each in episode.samples(truncated=True)]
-    assert truncated == ["length" if number == cut else "eos" for number in range(2)]
+    ended = [each.finish for each in episode.samples(cut_by=episode.denied)]
+    assert ended == [finish if number == cut else "eos" for number in range(2)]
+
+
+def test_a_conversation_whose_last_answer_was_cut_off_stays_truncated_when_turns_run_out(server: Running) -> None:
+    episode = server.open(calls=1)
+    call = begun(episode, [5, 6], ClientInput(text="one"))
+    sampled(call.sequence, [40], "length")
+    call.answered({"content": " x"})
+    assert episode.call([9], ClientInput(text="one x and"), limit=None, stop=[]) is None
+    assert [each.finish for each in episode.samples(cut_by=episode.denied)] == ["length"]
 
 
 @pytest.mark.parametrize("words", [600, 300_000])
@@ -497,7 +507,7 @@ def test_what_does_not_fit_is_refused_as_clients_know_it(server: Running, words:
     with pytest.raises(openai.BadRequestError, match="maximum context length") as caught:
         server.say({"role": "user", "content": "hello " * words})
     assert caught.value.code == "context_length_exceeded"
-    assert (server.episode.has_overflowed, server.episode.was_denied) == (True, False)
+    assert (server.episode.has_overflowed, server.episode.denied) == (True, None)
     server.say(USER)
     assert server.answers == [1, 1]
 
@@ -584,7 +594,7 @@ def verbose(row, base_url, api_key):
 """
 
 
-def two_episodes(**reward: Any) -> list[Sample]:
+def two_episodes(*, cut_by: FinishReason = "length", **reward: Any) -> list[Sample]:
     """An episode of a conversation that ended, and one of three: cut off, ended, ended; of 2, 1, 3 and 2 tokens, of
     which 2, 1, 2 and 2 are the policy's.
     """
@@ -596,7 +606,7 @@ def two_episodes(**reward: Any) -> list[Sample]:
     further = [sample([9, 9], [8, 8, 8], mask=[True, False, True]), sample([9], [4, 4])]
     played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
     ended = sample([1], [5, 6], score=1.0, played=played[0])
-    cut_off = sample([2], [7], score=0.5, finish="length", played=played[1], further=further)
+    cut_off = sample([2], [7], score=0.5, finish=cut_by, played=played[1], further=further)
     apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
     return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
 
@@ -626,6 +636,22 @@ def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None
     masked = Counts.of(two_episodes(truncated="mask")[:2])
     assert (masked.sequences, masked.episodes) == (1, 1)
     assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
+
+
+@pytest.mark.parametrize(("cut_by", "out_of_turns", "truncated"), [("turns", 0.5, 0.0), ("length", 0.0, 0.5)])
+def test_an_episode_out_of_turns_is_not_truncated(cut_by: FinishReason, out_of_turns: float, truncated: float) -> None:
+    samples = two_episodes(cut_by=cut_by)
+    assert environment_metrics(samples)["environment/out_of_turns"] == out_of_turns
+    assert length_metrics(samples)["completion/truncated"] == truncated
+    penalised = two_episodes(cut_by=cut_by, truncated="penalize")
+    assert [one.reward for one in penalised[:2]] == [1.0, 0.5 - 2 * truncated]
+    assert [one.in_loss for one in two_episodes(cut_by=cut_by, truncated="mask")[:2]] == [True, not truncated]
+
+
+def test_a_further_conversation_counts_its_episode_among_those_out_of_turns() -> None:
+    samples = two_episodes(cut_by="eos")
+    samples[3].finish = "turns"
+    assert environment_metrics(samples)["environment/out_of_turns"] == 0.5
 
 
 def assert_conversations_are_recorded(run: RunDir) -> None:

@@ -12,10 +12,12 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.sections import RewardConfig
 from tinyrl.generation.sample import (
+    STOPPED_IN_THOUGHT,
     FinishReason,
     Sample,
     apply_length_rules,
     conversations,
+    length_metrics,
     loss_mask,
     rewards_of,
 )
@@ -49,6 +51,21 @@ def test_mask_and_lengths_agree_when_pad_is_eos(collector: Collector) -> None:
     samples = collect(collector)
     assert loss_mask(samples, "all").sum(1).tolist() == [len(sample.response) for sample in samples]
     assert [sample.row for sample in samples] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("opened", ["<think>\n", ""])
+def test_a_stop_string_inside_an_open_thought_is_counted(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch, opened: str
+) -> None:
+    settings = collector.engine.settings.model_copy(update={"stop": [*string.ascii_lowercase]})
+    monkeypatch.setattr(collector.engine, "settings", settings)
+    prompts = [replace(prompt, opened=opened) for prompt in collector.train_prompts[:3]]
+    samples = collector.collect(prompts, group_size=2, step=0)
+    stopped = [sample.finish == "stop" for sample in samples]
+    assert any(stopped)
+    assert [sample.stopped_in_thought for sample in samples] == [bool(opened) and each for each in stopped]
+    share = sum(stopped) / len(samples) if opened else 0.0
+    assert length_metrics(samples)[STOPPED_IN_THOUGHT] == pytest.approx(share)
 
 
 def test_truncated_responses_can_be_masked_or_penalised(collector: Collector) -> None:

@@ -132,6 +132,18 @@ AT_ONCE: dict[str, tuple[Lines, str | None]] = {
     "five steps skipped long ago": (repeated(lambda step: {"optim/skipped_steps": min(step, 5)}, 98), None),
     "one turn of five": ([{"step": 1, "environment/turns": 1.05}], "environment hardly asked"),
     "held out at step 0": ([{"step": 0, "eval/environment/turns": 1.05}], "environment hardly asked"),
+    "a tool that fails in a third of the turns": (
+        [{"step": 1, "environment/turns": 3.0, "environment/tool_errors": 1.0}],
+        "tools fail",
+    ),
+    "a tool that fails held out at step 0": (
+        [{"step": 0, "eval/environment/turns": 3.0, "eval/environment/tool_errors": 1.0}],
+        "tools fail",
+    ),
+    "a tool that fails in a sixth of the turns, and bad calls": (
+        [{"step": 1, "environment/turns": 3.0, "environment/tool_errors": 0.5, "environment/invalid_calls": 3.0}],
+        None,
+    ),
     "some episodes with a second turn": ([{"step": 1, "environment/turns": 1.4}], None),
 }
 

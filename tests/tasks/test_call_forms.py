@@ -89,6 +89,14 @@ def written(form: str, key: str = "arguments") -> str:
         (CODER, "<function=add>\n<parameter=a>\n1\n</parameter><parameter=b>None</parameter></function>", "",
          [ToolCall("add", {"a": 1, "b": None})]),
         (None, written("<tool_call>ONE</tool_call>"), "", [ADDED]),
+        # text behind a call, and between two
+        (HERMES, written("So: <tool_call>ONE</tool_call>\nbye"), "So: \nbye", [ADDED]),
+        (HERMES, written("<tool_call>ONE</tool_call> and <tool_call>OTHER</tool_call>"), " and ", [ADDED, SHOW]),
+        (HERMES, written("<think>a</think>So: <tool_call>ONE</tool_call>!"), "<think>a</think>So: !", [ADDED]),
+        (LLAMA, written("ONE\nbye", "parameters"), "\nbye", [ADDED]),
+        (MISTRAL, written("see [TOOL_CALLS][ONE] bye"), "see  bye", [ADDED]),
+        (GRANITE, written("<|tool_call|>[ONE,OTHER] bye"), " bye", [ADDED, SHOW]),
+        (CODER, f"Well.\n<tool_call>\n{IN_XML}\n</tool_call>\nbye", "Well.\n\nbye", [ADDED]),
     ],
 )  # fmt: skip
 def test_calls_are_read_in_the_form_of_the_template(
@@ -102,6 +110,14 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert ("tool_calls" in message) == (bool(calls) and not form.in_text)
     assert calls_of(message) == calls
     assert form.in_text == (template in (HERMES, None))
+
+
+@pytest.mark.parametrize(("template", "call"), [(HERMES, "<tool_call>ONE</tool_call>"), (MISTRAL, "[TOOL_CALLS][ONE]")])
+def test_text_behind_a_call_ends_before_a_stop_string_that_is_not_shown(template: str, call: str) -> None:
+    form = call_form(tokenizer_of(template), {})
+    tokens = token_ids(form.tokenizer, written(f"{call} bye bye STOP"))
+    text = str(form.tokenizer.decode(tokens, skip_special_tokens=True)).removesuffix(" STOP")
+    assert form.read(text, tokens, tools=TOOLS) == (" bye bye", [ADDED])
 
 
 @pytest.mark.parametrize(
@@ -216,8 +232,18 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
         ({"$ref": "#/$defs/Place"}, '{"a": 1}', {"a": 1}),
         ({"$ref": "#/$defs/Name"}, '{"a": 1}', '{"a": 1}'),
         ({"$ref": "#/$defs/Loop"}, "x", "x"),
+        ({"$ref": "#/$defs/Loop"}, "null", "null"),
         ({"type": ["integer", "null"]}, "null", None),
-        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "\nNone ", None),
+        ({"type": ["string", "null"]}, "nullable", "nullable"),
+        ({"type": "string", "nullable": True}, "null", None),
+        ({"anyOf": [STRING, {"type": "null"}]}, "null", None),
+        ({"anyOf": [STRING, {"$ref": "#/$defs/Nothing"}]}, "null", None),
+        ({"enum": ["null", None]}, "null", None),
+        (STRING, "null", "null"),
+        ({"type": "string", "nullable": False}, "None", "None"),
+        ({}, "null", "null"),
         (STRING, " 3 ", " 3 "),
         ({}, "3", "3"),
         (True, "3", "3"),
@@ -226,7 +252,12 @@ INTEGER, STRING = {"type": "integer"}, {"type": "string"}
     ],
 )
 def test_an_argument_in_xml_is_text_where_its_schema_allows_this_text(schema: Any, written: str, value: Any) -> None:
-    defs = {"Place": {"type": "object"}, "Name": STRING, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}]}}
+    defs = {
+        "Place": {"type": "object"},
+        "Name": STRING,
+        "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 2},
+        "Nothing": {"type": "null"},
+    }
     parameters = {"type": "object", "properties": {"text": schema}, "$defs": defs}
     [call] = xml_calls(TEXT.replace("TEXT", written), [{"function": {"name": "show", "parameters": parameters}}])
     assert call == ToolCall("show", {"text": value})

@@ -28,6 +28,7 @@ from tinyrl.rollout.load import _with_date
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.own import close_workers
 from tinyrl.training import launch as launching
 from tinyrl.training import run as training_run
 from tinyrl.training.launch import ChangedInput, fork, started_with
@@ -93,6 +94,49 @@ def test_another_source_is_refused_unless_it_is_allowed(
     assert [line["step"] for line in running.metrics(run)] == [0, 1, 2, 3]
     assert run.read_environment()["reward_changed"] == [1]
     assert running.go_on(run) == 0  # what it reads now is what the newest checkpoint was made with
+
+
+@pytest.mark.parametrize("setting", ["reward.functions", "task.name"])
+@pytest.mark.slow
+def test_an_edited_module_is_a_change_wherever_it_lies_and_whenever_it_was_imported(
+    setting: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a package elsewhere on PYTHONPATH, imported at once or by a call; near it one that nothing has imported, and
+    another PYTHONPATH whose module is the same.
+    """
+    settings = reads_files(model, tmp_path)
+    if setting == "task.name":
+        settings.task.name = f"{tmp_path / 'rewards.py'}:TASK"
+        settings.reward.functions = []
+    files = {
+        "rewards.py": "from pkg.helper import scale\nfrom tinyrl.tasks import Task\n\n\n"
+        "def variety(completions, **_):\n    import late\n"
+        "    return [scale * late.scale * len(set(c)) for c in completions]\n\n\n"
+        "TASK = Task('varied', variety)\n",
+        "src/pkg/helper.py": "scale = 1.0\n",
+        "src/pkg/near.py": "scale = 1.0\n",
+        "src/late.py": "scale = 1.0\n",
+        "moved/pkg/helper.py": "scale = 1.0\n",
+        "other/pkg/helper.py": "scale = 2.0\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
+    run = stopped_in_update(settings, tmp_path)
+    for name in ("src/pkg/helper.py", "src/late.py"):
+        (tmp_path / name).write_text("scale = 5.0\n")
+        with pytest.raises(ValueError, match=rf"{setting}: {tmp_path / name} has changed"):
+            running.go_on(run)
+        (tmp_path / name).write_text(files[name])
+    close_workers()  # as in a process of its own
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'other'}{os.pathsep}{tmp_path / 'src'}")
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'src/pkg/helper.py'} has changed"):
+        running.go_on(run)
+    close_workers()
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'moved'}{os.pathsep}{tmp_path / 'src'}")
+    (tmp_path / "src/pkg/near.py").write_text("scale = 5.0\n")
+    assert running.go_on(run) == 0
 
 
 def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(

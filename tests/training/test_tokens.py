@@ -52,6 +52,7 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     assert environment_metrics(two) == {
         "environment/turns": 1.5,
         "environment/invalid_calls": 0.0,
+        "environment/tool_errors": 0.0,
         "environment/cut_observations": 0.5,
         "environment/observation_tokens": 1.5,
         "environment/out_of_turns": 0.0,

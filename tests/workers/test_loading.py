@@ -2,15 +2,17 @@
 
 import functools
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import varied_reward
+from tinyrl.errors import CodeChanged
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import loading
-from tinyrl.workers.loading import imported_beside, parse_use, use_of
+from tinyrl.workers.loading import parse_use, use_of
 
 
 @pytest.fixture
@@ -52,60 +54,78 @@ def write(folder: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("code", "files", "imported"),
     [
-        ("import json\nfrom h import *\ndef g():\n    import k", {"h.py": "", "k.py": ""}, ["h.py", "k.py"]),
-        ("import re, h, k as j", {"h.py": "", "k.py": "", "near.py": ""}, ["h.py", "k.py"]),
-        ("import h", {"h.py": "from k import x", "k.py": "import late, h"}, ["h.py", "k.py"]),
+        ("import json\nfrom h import *\nimport k", {"h.py": "", "k.py": "", "near.py": ""}, ["h.py", "k.py"]),
+        ("import h", {"h.py": "import k", "k.py": "import late"}, ["h.py", "k.py"]),
         (
             "from lib.rules import x",
-            {"lib/__init__.py": "from . import base", "lib/base.py": "", "lib/rules.py": "", "lib/near.py": ""},
+            {"lib/__init__.py": "from . import base", "lib/base.py": "", "lib/rules.py": "x = 1", "lib/near.py": ""},
             ["lib/__init__.py", "lib/base.py", "lib/rules.py"],
         ),
-        (
-            "from lib import rules",
-            {"lib/rules.py": "from .base import x", "lib/base.py": ""},
-            ["lib/base.py", "lib/rules.py"],
-        ),
-        ("from lib.rules import x", {"lib.py": "", "lib/near.py": ""}, ["lib.py"]),
-        (
-            "import lib.a.b",
-            {"lib/a/b.py": "from ..c import x\nfrom ....late import f", "lib/c.py": ""},
-            ["lib/a/b.py", "lib/c.py"],
-        ),
-        ("import h, k", {"h.py": "if x\n", "k.py": "x = '\0'"}, ["h.py", "k.py"]),
-        ("import tinyrl.text", {"tinyrl/__init__.py": "", "tinyrl/text.py": ""}, []),
+        ("from lib import rules", {"lib/rules.py": "from .base import x", "lib/base.py": "x = 1"},
+         ["lib/base.py", "lib/rules.py"]),  # without __init__.py
+        ("import importlib; importlib.import_module('h')", {"h.py": ""}, ["h.py"]),
+        ("import sys; sys.path.append('away'); import h", {"away/h.py": ""}, ["away/h.py"]),
+        ("if False:\n    import h", {"h.py": ""}, []),
+        ("import tinyrl.text", {"tinyrl/__init__.py": "", "tinyrl/text.py": "", "h.py": ""}, []),
     ],
-)
-def test_files_that_a_file_imports_from_its_folder_are_found(
+)  # fmt: skip
+def test_the_modules_that_a_file_imports_are_known_when_it_is_loaded(
     folder: Path, code: str, files: dict[str, str], imported: list[str]
 ):
-    write(folder, {"late.py": f"{code}\nf = 1\n", **files})
-    assert imported_beside(parse_use("late.py:f")) == [folder / name for name in imported]
+    write(folder, {"late.py": f"{code}\ndef f(completions):\n    return [1.0]\n", **files})
+    assert loaded("late.py:f") == sorted(folder / name for name in ["late.py", *imported])
 
 
-@pytest.mark.parametrize("code", ["from .h import x", "from pkg.h import x", "from . import h"])
-def test_files_that_a_module_imports_from_its_package_are_found(folder: Path, code: str):
-    write(folder, {"pkg/__init__.py": "", "pkg/r.py": f"{code}\nf = 1\n", "pkg/h.py": "", "h.py": ""})
-    assert imported_beside(parse_use("pkg.r:f")) == [folder / "pkg" / "__init__.py", folder / "pkg" / "h.py"]
+def loaded(use: str) -> list[Path]:
+    """The files that a worker imports for a function."""
+    with FunctionReward(use) as reward:
+        reward.start()
+        return sorted(reward.code.files)
 
 
-@pytest.mark.parametrize(("place", "found"), [("src", True), ("site-packages", False)])
-def test_a_package_elsewhere_is_followed_unless_it_is_an_installed_one(
+@pytest.mark.parametrize(("place", "found"), [("src", True), ("venv/lib/python3/site-packages", False)])
+def test_a_module_elsewhere_is_a_persons_unless_it_is_installed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, place: str, found: bool
 ):
-    write(folder / place, {"away/__init__.py": "", "away/r.py": "from away.h import x\nf = 1\n", "away/h.py": ""})
+    """The function's own, and one that a file imports."""
+    write(folder / place, {"away/r.py": "from away.h import x\ndef f(completions): ...\n", "away/h.py": "x = 1"})
+    write(folder, {"near.py": "from away.h import x\ndef f(completions): ...\n"})
     monkeypatch.syspath_prepend(folder / place)
-    files = [folder / place / "away" / "__init__.py", folder / place / "away" / "h.py"]
-    assert imported_beside(parse_use("away.r:f")) == (files if found else [])
+    helper, rule = (folder / place / "away" / name for name in ("h.py", "r.py"))
+    assert loaded("away.r:f") == ([helper, rule] if found else [])
+    assert loaded("near.py:f") == sorted([folder / "near.py", *([helper] if found else [])])
 
 
-def test_the_standard_library_is_not_followed(folder: Path):
-    assert imported_beside(parse_use("json.encoder:JSONEncoder")) == []
+def test_the_standard_library_is_not_a_persons(folder: Path):
+    assert loaded("json.encoder:py_encode_basestring") == []
 
 
-def test_what_a_file_imports_of_a_gone_file_is_nothing(folder: Path):
-    source = parse_use("more.py:length")
-    (folder / "more.py").unlink()
-    assert imported_beside(source) == []
+def test_a_module_that_a_call_imports_is_known_from_then_on(folder: Path):
+    write(folder, {"h.py": "WORTH = 2.0\n", "late.py": "def f(completions):\n    import h\n    return [h.WORTH]\n"})
+    with FunctionReward("late.py:f") as reward:
+        reward.start()
+        assert sorted(reward.code.files) == [folder / "late.py"]
+        assert reward(["p"], ["a"], {}).values == [2.0]
+        assert sorted(reward.code.files) == [folder / "h.py", folder / "late.py"]
+        reward.close()
+        write(folder, {"h.py": "WORTH = 5.0\n"})
+        with pytest.raises(CodeChanged, match=r"h\.py"):
+            reward(["p"], ["a"], {})
+
+
+def test_a_module_that_a_call_writes_itself_is_not_a_persons(folder: Path):
+    code = """
+        def f(completions):
+            import importlib, sys
+            open("answer.py", "w").write(completions[0])
+            sys.path.append(".")
+            importlib.invalidate_caches()
+            return [float(importlib.import_module("answer").x)]
+    """
+    write(folder, {"late.py": textwrap.dedent(code)})
+    with FunctionReward("late.py:f") as reward:
+        assert reward(["p"], ["x = 3"], {}).values == [3.0]
+        assert sorted(reward.code.files) == [folder / "late.py"]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,6 @@ def test_anything_that_can_be_called_by_name_is_a_function_and_an_object_keeps_i
     judge = Judge()
     use = use_of(judge)
     assert use == "__main__:judge"
-    assert imported_beside(parse_use(use)) == []
     with FunctionReward(use) as reward:
         call = reward(["p", "p"], ["a", "b"], {"answer": ["a", "x"]})
         assert (call.values, call.failures, judge.seen) == ([1.0, 0.0], [], ["x"])

@@ -49,21 +49,41 @@ def conversation(row: Row, column: str) -> list[Message]:
 
 def messages_of(value: Any, column: str) -> list[Message]:
     """Parse a list of messages, each with a `role` and its `content` as text. Results of tools are put in the order of
-    the calls whose ids they have, since most chat templates write no ids. Raises ValueError naming the column.
+    the calls whose ids they have, since most chat templates write no ids. Raises ValueError naming the column, also
+    where some of a turn's calls have results and others have none.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"'{column}' must be a list of messages, not {value!r:.60}")
     messages = [_message(message, column) for message in value]
-    calls = list[str]()
+    turn = Message()  # the last of the assistant's
     for is_result, run in groupby(enumerate(messages), key=lambda placed: placed[1]["role"] == "tool"):
         places = [place for place, _ in run]
         if is_result:
             results = messages[places[0] : places[-1] + 1]
-            messages[places[0] : places[-1] + 1] = _in_order(results, calls, column)
+            messages[places[0] : places[-1] + 1] = _in_order(results, _ids(turn), column)
+            _check_results(results, turn, column)
         else:
             turns = [messages[place] for place in places if messages[place]["role"] == "assistant"]
-            calls = _ids(turns[-1]) if turns else calls
+            turn = turns[-1] if turns else turn
     return messages
+
+
+def _check_results(results: list[Message], turn: Message, column: str) -> None:
+    """Raise ValueError where a turn has more calls than results. A list in JSON may be the results of all of them."""
+    calls = turn.get("tool_calls", [])
+    if len(results) >= len(calls):
+        return
+    with suppress(ValueError, RecursionError):
+        together = json.loads(results[0]["content"])
+        if len(results) == 1 and isinstance(together, list) and len(together) == len(calls):
+            return
+    ids = _ids(turn)
+    given = [str(result.get("tool_call_id") or "") for result in results]
+    missing = [one for one in ids if one not in given] if all(given) else []
+    which = f"; none is for the call {missing[0]!r:.60}" if missing else ""
+    raise ValueError(
+        f"'{column}' has {len(calls)} calls of tools in a turn, and {len(results)} of their results{which}"
+    )
 
 
 def _ids(turn: Message) -> list[str]:

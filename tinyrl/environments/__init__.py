@@ -17,12 +17,16 @@ Message = dict[str, Any]
 Transcript = list[Message]
 
 
+class DropEpisode(Exception):
+    """Raise this in a tool to drop the episode that called it: it ends without a reward, and the message is logged."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """Reply to a turn: text for the policy, whether the episode ends with it (nobody reads it then), a reward for the
-    turn (None: it has none). `invalid`: the turn asked for something that does not exist. results: those of a turn's
-    several calls, each a message of its own where the chat template has a place for it; `text` is all of them, one
-    below the other.
+    turn (None: it has none). `invalid`: the turn asked for something that does not exist; `tool_error`: a tool that it
+    called raised an exception of its own. results: those of a turn's several calls, each a message of its own where the
+    chat template has a place for it; `text` is all of them, one below the other.
     """
 
     text: str = ""
@@ -30,6 +34,7 @@ class Reply:
     reward: float | None = None
     invalid: bool = False
     results: tuple[str, ...] = ()
+    tool_error: bool = False
 
 
 def last_turn(transcript: Transcript) -> str:

@@ -174,15 +174,15 @@ def _is_reply(value: Any) -> bool:
     match value:
         case None:
             return True
-        case [str(), bool(), float() | None, bool(), list(results)]:
+        case [str(), bool(), float() | None, bool(), list(results), bool()]:
             return all(isinstance(result, str) for result in results)
     return False
 
 
 def _reply(value: list[Any]) -> Reply:
     """Return a reply from its form in JSON (worker_service.as_reply)."""
-    text, done, reward, invalid, results = value
-    return Reply(encodable(text), done, reward, invalid, tuple(map(encodable, results)))
+    text, done, reward, invalid, results, tool_error = value
+    return Reply(encodable(text), done, reward, invalid, tuple(map(encodable, results)), tool_error)
 
 
 @dataclass
@@ -203,6 +203,7 @@ class Episode:
     turn_ends       index of the last token of each turn
     turn_rewards    the environment's rewards, by turn; None: it gave none
     invalid         turns that asked for what does not exist
+    tool_errors     turns in which a tool raised an exception of its own
     cut             replies that were longer than environment.max_observation_tokens
     num_actions     tokens that the policy chose, of num_tokens
     finish_reason   of the last turn; "turns": there were no more
@@ -216,6 +217,7 @@ class Episode:
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     invalid: int = 0
+    tool_errors: int = 0
     cut: int = 0
     num_tokens: int = 0
     num_actions: int = 0

@@ -4,6 +4,9 @@ A turn holds any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_c
 parsed before (tasks/call_forms.py) and has a list `tool_calls`, with text for a call that could not be parsed. As in
 serving engines, a call ends at the first closing tag, and thoughts call nothing (text.without_thoughts). Any other call
 is answered with CALL_FAILED and the reason.
+
+A call that fails is the policy's fault (`Reply.invalid`: it cannot be executed, or the tool refused it by a ValueError)
+or the tool's (`Reply.tool_error`: any other exception, such as that of a server that is down).
 """
 
 import copy
@@ -13,10 +16,10 @@ import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tinyrl.environments import Message, Reply
+from tinyrl.environments import DropEpisode, Message, Reply
 from tinyrl.text import without_thoughts
 from tinyrl.workers.worker import Exited, awaited
 
@@ -25,6 +28,9 @@ MAX_REASON_CHARS = 200  # of an exception's first line
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
 DECODER = json.JSONDecoder()
+
+# ValueErrors that a tool does not raise on purpose: what its server answered could not be read.
+UNREADABLE = (json.JSONDecodeError, UnicodeError)
 
 Tools = Mapping[str, Callable[..., Any]]
 
@@ -51,19 +57,24 @@ def calls_of(message: Message) -> list[ToolCall]:
     if message.get("tool_calls") is not None:
         given = copy.deepcopy(message["tool_calls"])
         return [ToolCall(problem=entry) if isinstance(entry, str) else call_in(entry) for entry in given]
-    text = without_thoughts(message["content"])
-    calls = list[ToolCall]()
+    return [call for _, call in placed_calls(without_thoughts(message["content"]))]
+
+
+def placed_calls(text: str) -> list[tuple[slice, ToolCall]]:
+    """Parse the calls of a text without thoughts, each with its place."""
+    calls = list[tuple[slice, ToolCall]]()
     at = 0
     while (opened := text.find(OPEN, at)) >= 0:
         start = opened + len(OPEN)
         end = text.find(CLOSE, start)
         if end < 0:
-            return [*calls, ToolCall(problem=f"{OPEN} without {CLOSE}")]
+            return [*calls, (slice(opened, len(text)), ToolCall(problem=f"{OPEN} without {CLOSE}"))]
         try:
-            calls.append(call_in(parse_json(DECODER.decode, text[start:end])))
+            call = call_in(parse_json(DECODER.decode, text[start:end]))
         except ValueError as error:
-            calls.append(ToolCall(problem=f"not JSON: {error}"))
+            call = ToolCall(problem=f"not JSON: {error}")
         at = end + len(CLOSE)
+        calls.append((slice(opened, at), call))
     return calls
 
 
@@ -88,21 +99,25 @@ def call_in(entry: Any) -> ToolCall:
     return ToolCall(name, arguments or {})
 
 
-def carry_out(episodes: Sequence[tuple[Tools, Sequence[ToolCall]]]) -> list[list[Reply]]:
-    """Execute the calls of each episode, in order; return a reply for each call.
+def carry_out(episodes: Sequence[tuple[Tools, Sequence[ToolCall]]]) -> list[list[Reply] | DropEpisode]:
+    """Execute the calls of each episode, in order; return a reply for each call, or the DropEpisode that one raised.
 
     The first calls of all episodes come first, then the second ones, so that coroutines of different episodes wait
-    together. An exception of a tool becomes a reply.
+    together. Any other exception of a tool becomes a reply.
     """
     replies: list[list[Reply]] = [[] for _ in episodes]
+    dropped: dict[int, DropEpisode] = {}
     for turn in range(max((len(calls) for _, calls in episodes), default=0)):
-        who = [index for index, (_, calls) in enumerate(episodes) if turn < len(calls)]
+        who = [index for index, (_, calls) in enumerate(episodes) if turn < len(calls) and index not in dropped]
         begun = [_begin(episodes[index][0], episodes[index][1][turn]) for index in who]
         for index, value in zip(who, awaited(begun, return_exceptions=True), strict=True):
-            if isinstance(value, BaseException):
-                value = _failed(": ".join(filter(None, [type(value).__name__, str(value).strip()])))
-            replies[index].append(value if isinstance(value, Reply) else Reply(text_of(value)))
-    return replies
+            if isinstance(value, DropEpisode):
+                dropped[index] = value
+            elif isinstance(value, BaseException):
+                replies[index].append(_raised(value))
+            else:
+                replies[index].append(value if isinstance(value, Reply) else Reply(text_of(value)))
+    return [dropped.get(index, of_calls) for index, of_calls in enumerate(replies)]
 
 
 def _begin(tools: Tools, call: ToolCall) -> Any:
@@ -166,17 +181,31 @@ def _hinted_types(function: Callable[..., Any]) -> dict[str, Any]:
     return types
 
 
+def _raised(error: BaseException) -> Reply:
+    """Return the reply to a call whose tool raised an exception."""
+    refused = isinstance(error, ValueError) and not isinstance(error, UNREADABLE)
+    reply = _failed(": ".join(filter(None, [type(error).__name__, str(error).strip()])))
+    return replace(reply, invalid=refused, tool_error=not refused)
+
+
 def _failed(reason: str) -> Reply:
     return Reply(encodable(f"{CALL_FAILED} {reason.splitlines()[0][:MAX_REASON_CHARS]}"), invalid=True)
 
 
-def joined(replies: Sequence[Reply]) -> Reply:
-    """Join the replies to the calls of a turn: the results of several, and their texts one below the other."""
+def joined(replies: list[Reply] | DropEpisode) -> Reply | DropEpisode | None:
+    """Join the replies to the calls of a turn: the results of several, and their texts one below the other. None: it
+    called nothing.
+    """
+    if isinstance(replies, DropEpisode):
+        return replies
+    if not replies:
+        return None
     texts = [reply.text for reply in replies]
     return Reply(
         "\n".join(texts),
         invalid=any(reply.invalid for reply in replies),
         results=tuple(texts) if len(texts) > 1 else (),
+        tool_error=any(reply.tool_error for reply in replies),
     )
 
 

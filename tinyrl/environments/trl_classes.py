@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from tinyrl.environments import Message, Reply, Transcript
+from tinyrl.environments import DropEpisode, Message, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.workers.worker import awaited, parameters_of
 
@@ -58,31 +58,39 @@ class ClassEnvironment:
 
     def respond(
         self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]
-    ) -> list[Reply | str | None]:
+    ) -> list[Reply | DropEpisode | None]:
         """Answer the calls of each last turn. A turn without one ends the episode, with get_reward() if it has that."""
         rows = rows_of(prompts, columns)
         turns = [_policy_turns(transcript) for transcript in transcripts]
         instances = self._after(rows, [messages[:-1] for messages in turns])
         calls = [calls_of(messages[-1]) for messages in turns]
         made = carry_out([(self._tools_of(i), asked) for i, asked in zip(instances, calls, strict=True)])
-        replies: list[Reply | str | None] = [joined(found) if found else None for found in made]
-        for row, messages, instance, asked in zip(rows, turns, instances, calls, strict=True):
-            if asked:
+        replies = [
+            instance if isinstance(instance, DropEpisode) else joined(found)
+            for instance, found in zip(instances, made, strict=True)
+        ]
+        for row, messages, instance, reply in zip(rows, turns, instances, replies, strict=True):
+            if isinstance(reply, Reply):
                 self._keep(_keys(row, messages)[-1], instance)
         if self.has_reward:
-            over = [index for index, asked in enumerate(calls) if not asked]
+            over = [index for index, reply in enumerate(replies) if reply is None]
             rewards = awaited([instances[index].get_reward() for index in over])
             for index, reward in zip(over, rewards, strict=True):
                 replies[index] = Reply(done=True, reward=reward)
         return replies
 
     def final_rewards(self, prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Any]:
-        """Return get_reward() of episodes that were cut off, after all their calls, those of the last turn too."""
+        """Return get_reward() of episodes that were cut off, after all their calls, those of the last turn too; the
+        DropEpisode of one that a call dropped.
+        """
         turns = [_policy_turns(transcript) for transcript in transcripts]
-        return awaited([instance.get_reward() for instance in self._after(rows_of(prompts, columns), turns)])
+        instances = self._after(rows_of(prompts, columns), turns)
+        return awaited([each if isinstance(each, DropEpisode) else each.get_reward() for each in instances])
 
     def _after(self, rows: list[dict[str, Any]], turns: list[list[Message]]) -> list[Any]:
-        """Return an instance for each row that has answered the calls of these turns; it leaves the cache."""
+        """Return an instance for each row that has answered the calls of these turns, and leaves the cache; or the
+        DropEpisode that one of them raised.
+        """
         instances = []
         missed = []
         for row, messages in zip(rows, turns, strict=True):
@@ -90,8 +98,10 @@ class ClassEnvironment:
             seen = next((count for count in reversed(range(len(keys))) if keys[count] in self._live), None)
             instances.append(self._reset(row)[0] if seen is None else self._live.pop(keys[seen]))
             missed.append([call for message in messages[seen or 0 :] for call in calls_of(message)])
-        carry_out([(self._tools_of(i), calls) for i, calls in zip(instances, missed, strict=True)])
-        return instances
+        made = carry_out([(self._tools_of(i), calls) for i, calls in zip(instances, missed, strict=True)])
+        return [
+            of_calls if isinstance(of_calls, DropEpisode) else i for i, of_calls in zip(instances, made, strict=True)
+        ]
 
     def _keep(self, key: str, instance: Any) -> None:
         self._live.pop(key, None)  # of an identical sample; this one is in the same state, and now the newest
@@ -100,6 +110,8 @@ class ClassEnvironment:
             del self._live[next(iter(self._live))]
 
     def _tools_of(self, instance: Any) -> dict[str, Callable[..., Any]]:
+        if isinstance(instance, DropEpisode):
+            return {}
         methods = [getattr(instance, name) for name in self._tool_names]
         return {method.__name__: method for method in methods}  # the name that the model sees; the same for an alias
 

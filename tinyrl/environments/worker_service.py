@@ -22,11 +22,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
-from tinyrl.environments import MAX_TEXT_CHARS, Reply, Transcript
+from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
-from tinyrl.workers.values import RowResults, as_score, check_scores, check_values
+from tinyrl.workers.values import RowResults, as_score, check_values
 from tinyrl.workers.worker import Service, awaited, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
@@ -52,7 +52,7 @@ def environment(objects: list[Any]) -> Service:
         return RowResults([text and text[:MAX_TEXT_CHARS] for text in made.opening(**arguments)])
 
     def final_rewards(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
-        return check_scores(made.final_rewards(**arguments), num_rows)
+        return check_values(made.final_rewards(**arguments), num_rows, check=_as_final_reward)
 
     service.calls["opening"] = opening
     service.calls["final_rewards"] = final_rewards
@@ -75,11 +75,15 @@ def serve_replies(respond: Callable[..., Any], *, tools: Sequence[Callable[..., 
 
 
 def as_reply(value: Any) -> tuple[list[Any] | None, str]:
-    """Return a reply as JSON has it, [text, done, reward, invalid, results] or null, and what is wrong with a malformed
-    one; an exception in the place of a reply is its own reason.
+    """Return a reply as JSON has it, [text, done, reward, invalid, results, tool_error] or null, and what is wrong with
+    a malformed one; an exception in the place of a reply is its own reason.
     """
-    if value is None or isinstance(value, Exception):
-        return None, "" if value is None else f"gave no answer: {value}"
+    if value is None:
+        return None, ""
+    if isinstance(value, DropEpisode):
+        return None, _dropped(value)
+    if isinstance(value, Exception):
+        return None, f"gave no answer: {value}"
     value = Reply(value) if isinstance(value, str) else value
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
     if not isinstance(text, str) or not isinstance(done, bool):
@@ -91,7 +95,20 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
     if not isinstance(results, list | tuple) or not all(isinstance(result, str) for result in results):
         return None, "gave results that are no list of texts"
     shown = [result[:MAX_TEXT_CHARS] for result in results]
-    return [text[:MAX_TEXT_CHARS], done, number, bool(getattr(value, "invalid", False)), shown], ""
+    invalid, tool_error = (bool(getattr(value, name, False)) for name in ("invalid", "tool_error"))
+    return [text[:MAX_TEXT_CHARS], done, number, invalid, shown, tool_error], ""
+
+
+def _dropped(reason: DropEpisode) -> str:
+    return f"dropped the episode: {reason}" if str(reason) else "dropped the episode"
+
+
+def _as_final_reward(value: Any) -> tuple[float | None, str]:
+    """Return the reward of an episode that was cut off, and what is wrong with it."""
+    if isinstance(value, DropEpisode):
+        return None, _dropped(value)
+    reward, problem = as_score(value)
+    return reward, problem and f"gave the reward {problem}"
 
 
 # ---- agents ----
@@ -115,14 +132,16 @@ def agent(objects: list[Any]) -> Service:
 # ---- tools ----
 
 
-def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Reply | str | None]]:
+def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[Reply | DropEpisode | None]]:
     """Make an environment that executes calls of these functions. A turn without a call ends the episode."""
 
-    def respond(prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]) -> list[Reply | str | None]:
+    def respond(
+        prompts: list[Any], transcripts: list[Transcript], **columns: list[Any]
+    ) -> list[Reply | DropEpisode | None]:
         rows = rows_of(prompts, columns)
         calls = [calls_of(transcript[-1]) for transcript in transcripts]
         own = [{function.__name__: _without_episode(function, row) for function in functions} for row in rows]
-        return [joined(made) if made else None for made in carry_out([*zip(own, calls, strict=True)])]
+        return [joined(made) for made in carry_out([*zip(own, calls, strict=True)])]
 
     return respond
 
@@ -130,14 +149,19 @@ def respond_with(functions: Sequence[Callable[..., Any]]) -> Callable[..., list[
 def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     """Describe each tool as chat templates take it: name, description, and its parameters as JSON schema.
 
-    Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint; and
-    for parameters that cannot be given by name, as calls give them.
+    Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint; for
+    parameters that cannot be given by name, as calls give them; and for a method without its object.
     """
     from transformers.utils.chat_template_utils import get_json_schema  # a second, and torch with it
 
     found = []
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
+        if next((each.name for each in parameters), "") in ("self", "cls"):
+            raise ValueError(
+                f"tool '{function.__name__}' is a method and no call can give its `{next(iter(parameters)).name}`; "
+                f"name the method of an object ({function.__name__} = Class().{function.__name__}), or a function"
+            )
         if unnamed := [str(each) for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.VAR_POSITIONAL)]:
             raise ValueError(
                 f"tool '{function.__name__}': the parameter {unnamed[0]} has no name in a call; "

@@ -15,7 +15,14 @@ import torch
 
 from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.evaluation.statistics import grouped, interval, share_interval, verdict_metrics
-from tinyrl.generation.sample import Sample, by_episode, conversations, environment_metrics, length_metrics
+from tinyrl.generation.sample import (
+    STOPPED_IN_THOUGHT,
+    Sample,
+    by_episode,
+    conversations,
+    environment_metrics,
+    length_metrics,
+)
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
 
@@ -86,6 +93,8 @@ def _evaluate(
         "num_prompts": len(by_prompt),
         "num_samples": len(texts) // max(1, len(by_prompt)),
     }
+    if STOPPED_IN_THOUGHT in lengths:
+        metrics["stopped_in_thought"] = lengths[STOPPED_IN_THOUGHT]
     if not greedy:
         metrics |= _divergence(collector, whole, role)
     verdicts = columns[0] if scorer.uses_verifier else None

@@ -13,7 +13,8 @@
 Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
 those of the trained distribution. generation.max_new_tokens is for an episode's calls together, and a call has at most
 environment.max_call_tokens of them, so that none depends on which ends first. A call for which no turn or no token is
-left is answered with nothing, as one that was cut off at once: it leaves no row, and the episode counts as truncated.
+left is answered with nothing, as one that was cut off at once, and leaves no row: the episode is out of turns
+(environment.max_turns), or it counts as truncated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import itertools
 import json
 import threading
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -52,12 +53,12 @@ class ClientInput:
 class AgentConversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
     the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
-    call under way; is_cut: a call that would have continued it had no turn or no tokens left.
+    call under way; was_denied: a call that would have continued it had no turn or no tokens left.
     """
 
     sample: Sample
     last: Sequence | None = None
-    is_cut: bool = False
+    was_denied: bool = False
     known: ClientInput | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
@@ -148,8 +149,9 @@ class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
     not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
     begun; call_tokens: the most of one call; row: of its prompt in the data; numbers: of the calls answered and under
-    way, by prompt; over: its agent has ended; was_denied: a call had no turn or no tokens left; was_cut: the last
-    answer was cut off by a limit of the episode; has_overflowed: the model had no positions left for one.
+    way, by prompt; over: its agent has ended; denied: what the first call that was denied had none of, turns or length
+    (tokens); was_cut: the last answer was cut off by a limit of the episode; has_overflowed: the model had no positions
+    left for one.
     """
 
     key: np.uint64
@@ -163,7 +165,7 @@ class AgentEpisode:
     row: int
     calls: int = 0
     over: bool = False
-    was_denied: bool = False
+    denied: Literal["turns", "length"] | None = None
     was_cut: bool = False
     has_overflowed: bool = False
     conversations: list[AgentConversation] = field(default_factory=list)
@@ -179,9 +181,9 @@ class AgentEpisode:
                 raise Refused(401, "the episode is over")
             conversation, read = self._continued(prompt, given)
             if self.calls_left < 1 or self.left < 1:
-                self.was_denied = True
+                self.denied = self.denied or ("turns" if self.calls_left < 1 else "length")
                 if conversation is not None:
-                    conversation.is_cut = True
+                    conversation.was_denied = True
                 return None
             context = prompt if conversation is None else [*conversation.tokens, *read]
             room = self.positions - len(context)
@@ -223,14 +225,16 @@ class AgentEpisode:
         """Return the messages of the conversations with an answer, in the order of `samples`."""
         return [one.dialogue for one in self.conversations if one.last is not None]
 
-    def samples(self, *, truncated: bool = False) -> list[Sample]:
-        """Return the conversations with an answer, in the order in which they began. Of a `truncated` episode those
-        whose next call was denied have ended for length, or else the first.
+    def samples(self, *, cut_by: Literal["turns", "length"] | None = None) -> list[Sample]:
+        """Return the conversations with an answer, in the order in which they began. Of an episode that was `cut_by` a
+        limit those whose next call was denied have ended for it, or else the first; one whose last answer was itself
+        cut off stays so.
         """
         answered = [each for each in self.conversations if each.last is not None]
-        if truncated:
-            for conversation in [each for each in answered if each.is_cut] or answered[:1]:
-                conversation.sample.finish = "length"
+        ended = [each for each in answered if each.was_denied] or answered[:1]
+        for conversation in ended:
+            if cut_by is not None and not conversation.sample.truncated:
+                conversation.sample.finish = cut_by
         return [each.sample for each in answered]
 
     def _continued(self, prompt: list[int], given: ClientInput) -> tuple[AgentConversation | None, list[int]]:

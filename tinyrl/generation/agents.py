@@ -68,8 +68,8 @@ class AgentRunner:
     ) -> list[Sample]:
         """Play `group_size` episodes for each request, in order; return the first conversation of each, with the
         episode's record (`played`) and its other conversations (`further`). An episode that asked nothing has one token
-        that is not chosen; one that ran out of calls, tokens or positions counts as truncated, also where its agent
-        failed over that.
+        that is not chosen. One that ran out of calls is out of turns, one that ran out of tokens or positions counts as
+        truncated, also where its agent failed over that.
         """
         if self._listening is None:
             self._listening = self._listen(engine)
@@ -100,13 +100,14 @@ class AgentRunner:
         """Return the first conversation of an episode that has ended, with its record and its other conversations.
         text: what the agent returned; failure: why it failed.
         """
-        is_cut = episode.was_denied or (failure is not None and episode.has_overflowed)
-        conversations = episode.samples(truncated=is_cut)
+        has_failed_for_room = failure is not None and episode.has_overflowed
+        cut_by = episode.denied or ("length" if has_failed_for_room else None)
+        conversations = episode.samples(cut_by=cut_by)
         if not conversations:
             failure = failure or f"`{self.environment.name}` asked the policy nothing"
             conversations = [Sample.opened(prompt.tokens, row=episode.row)]
             conversations[0].read([0])
-        elif is_cut or episode.was_cut:
+        elif cut_by is not None or episode.was_cut:
             failure = None
         first, *further = conversations
         first.played = record_of(first, episode, text=text, failure=failure)

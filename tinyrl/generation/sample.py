@@ -44,6 +44,7 @@ class Sample:
     episode: int = 0  # number in the step; further conversations of an agent have that of their episode
     finish: FinishReason = "eos"
     sampled: bool = True  # by the policy
+    stopped_in_thought: bool = False  # a stop string ended it inside a thought, so that it has no answer
     played: Episode | None = None  # what an environment recorded
     further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
 
@@ -244,33 +245,45 @@ def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_t
 
 # ---- metrics ----
 
+STOPPED_IN_THOUGHT = "completion/stopped_in_thought"
+
 
 def _mean(values: Iterable[float] | Tensor) -> float:
     return float(torch.as_tensor(values if isinstance(values, Tensor) else list(values)).float().mean())
 
 
 def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Average over episodes: turns, invalid calls, observed tokens, share out of turns; {} without an environment."""
+    """Average over episodes: turns, invalid calls and errors of tools, observed tokens, share out of turns; {} without
+    an environment.
+    """
     firsts = samples[: num_episodes(samples)]
     played = [sample.played for sample in firsts if sample.played is not None]
     if not played:
         return {}
     read = torch.tensor([len(sample.response) - sample.num_actions for sample in samples])
+    out_of_turns = torch.tensor([int(sample.finish == "turns") for sample in samples])
     return {
         "environment/turns": _mean(len(episode.turn_ends) for episode in played),
         "environment/invalid_calls": _mean(episode.invalid for episode in played),
+        "environment/tool_errors": _mean(episode.tool_errors for episode in played),
         "environment/cut_observations": _mean(episode.cut for episode in played),
         "environment/observation_tokens": _mean(by_episode(samples, read)),
-        "environment/out_of_turns": _mean(sample.finish == "turns" for sample in firsts),
+        "environment/out_of_turns": _mean(by_episode(samples, out_of_turns) > 0),
     }
 
 
 def length_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """Average over episodes: chosen tokens, and the share with a response that was cut off."""
+    """Average over episodes: chosen tokens, the share with a response that was cut off and, where stop strings end
+    responses, with one that ended inside a thought.
+    """
     chosen = torch.tensor([sample.num_actions for sample in samples])
     cut = torch.tensor([int(sample.truncated) for sample in samples])
-    return {
+    metrics = {
         "completion/mean_length": _mean(by_episode(samples, chosen)),
         "completion/truncated": _mean(by_episode(samples, cut) > 0),
         "completion/tokens": float(chosen.sum()),
     }
+    if any(sample.finish == "stop" for sample in samples):
+        in_thought = torch.tensor([int(sample.stopped_in_thought) for sample in samples])
+        metrics[STOPPED_IN_THOUGHT] = _mean(by_episode(samples, in_thought) > 0)
+    return metrics

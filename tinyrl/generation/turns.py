@@ -221,6 +221,7 @@ class Episodes(AbstractContextManager):
             return None
         episode.add_reward(reply.reward)
         episode.invalid += reply.invalid
+        episode.tool_errors += reply.tool_error
         last = len(episode.turn_ends) == runner.environment.max_turns
         if reply.done or last or episode.num_actions >= runner.max_new_tokens:
             if reply.text:

@@ -21,6 +21,7 @@ from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, answers
 from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, most_tokens, prepare_prompts
+from tinyrl.text import ends_in_thought
 from tinyrl.workers.calls import WorkerFunction
 
 Runner = EpisodeRunner | AgentRunner
@@ -116,6 +117,11 @@ class Collector:
         """The functions of rewards and of the environment."""
         return [*self.scorer.workers, *(self.runner.environment.workers if self.runner else [])]
 
+    @property
+    def code_workers(self) -> list[WorkerFunction]:
+        """The functions that are people's code, and not judges."""
+        return [function for function in self.workers if isinstance(function, WorkerFunction)]
+
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""
         for function in self.workers:
@@ -163,7 +169,21 @@ class Collector:
             sample.comment = found.comments[i] if found.comments else ""
         for failure in found.failures:
             samples[failure.row].failures.append(failure.reason)
+        for sample, prompt in zip(samples, repeated, strict=True):
+            if sample.finish == "stop":
+                sample.stopped_in_thought = ends_in_thought(self._last_turn(sample, prompt))
         return samples
+
+    def _last_turn(self, sample: Sample, prompt: PreparedPrompt) -> str:
+        """Return the text of a sample's last turn, with what the prompt has opened of it; "" of an agent's, whose calls
+        have stop strings of their own.
+        """
+        if sample.played is None:
+            return prompt.opened + self.scorer.text(sample.response)
+        if sample.played.dialogues is not None:
+            return ""
+        turns = [message["content"] for message in sample.played.transcript if message["role"] == "assistant"]
+        return turns[-1]
 
     def _sample(
         self, prompts: list[PreparedPrompt], requests: list[Request], group_size: int, options: SampleOptions

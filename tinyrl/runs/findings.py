@@ -193,6 +193,24 @@ def environment_hardly_asked(run: RunRecords) -> Finding | None:
     )
 
 
+def tools_fail(run: RunRecords) -> Finding | None:
+    """In 25 % of the turns or more (before training, held-out ones) a tool raised an exception of its own."""
+    place = "environment" if run.finite("environment/turns") else "eval/environment"
+    errors = recent(run.finite(f"{place}/tool_errors"))
+    turns = recent(run.finite(f"{place}/turns"))
+    if not (errors > 0 and errors >= 0.25 * turns):
+        return None
+    return Finding(
+        name="tools fail",
+        what=f"In {errors / turns:.0%} of the turns a tool raised an exception of its own, which the policy reads as a "
+        "failed call and its episode is scored with.",
+        change="Read the replies (tinyrl show RUN --samples), and mend the tool or what it asks. Where that may be "
+        "down, raise tinyrl.DropEpisode there, so that no episode is scored for it; where the policy's arguments are "
+        "at fault, a ValueError.",
+        figures={"tool_errors": errors, "turns": turns},
+    )
+
+
 def train_up_held_out_down(run: RunRecords) -> Finding | None:
     """The held-out reward is below its best by more than its interval, or the loss above; training's got better."""
     return _overfitted_reward(run) or _overfitted_loss(run)
@@ -477,8 +495,8 @@ def truncation(run: RunRecords) -> Finding | None:
     if run.setting("environment.agent"):
         return Finding(
             name="truncation",
-            what=f"{share:.0%} of the episodes have a conversation that is cut off, by environment.max_call_tokens, "
-            f"environment.max_turns or generation.max_new_tokens={limit:.0f}, and are scored as they stand.",
+            what=f"{share:.0%} of the episodes have a conversation that is cut off, by environment.max_call_tokens or "
+            f"generation.max_new_tokens={limit:.0f}, and are scored as they stand.",
             change=f"Raise the limits: generation.max_new_tokens={2 * limit:.0f}, of which each call may have an equal "
             "share, or environment.max_call_tokens, where one of the calls needs more than the others.",
             figures={"truncated": share, "max_new_tokens": limit},
@@ -529,7 +547,7 @@ def mismatch(run: RunRecords) -> Finding | None:
 
 
 # Most telling first.
-AT_ONCE = (nonfinite_steps, rewards_dropped, environment_hardly_asked, train_up_held_out_down)
+AT_ONCE = (nonfinite_steps, rewards_dropped, environment_hardly_asked, tools_fail, train_up_held_out_down)
 AFTER_SOME_STEPS = (
     constant_reward,
     zero_spread_groups,

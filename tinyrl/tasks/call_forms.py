@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.environments import Message
-from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, calls_of, parse_json
+from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, parse_json, placed_calls
 from tinyrl.models.tokens import template_text
 from tinyrl.tasks.prompts import ANSWER, shared_length
 from tinyrl.text import truncate, without_thoughts
@@ -33,12 +33,14 @@ FUNCTION = "<function="
 ARGUMENT = "<parameter="
 HERMES = f"{OPEN}{{json}}{CLOSE}"
 _BETWEEN = re.compile(r"(?:<\|python_tag\|>|[\s;])*")  # before a call, and between two
+NULLS = ("null", "None")  # as JSON and chat templates write it
 MAX_SCHEMA_DEPTH = 32  # of references that may lead in a circle
 # Of a call in XML: one without arguments; the end of others; what follows it; the beginning and the end of an argument;
 # such tags in a value.
 _EMPTY_FUNCTION = re.compile(r"<function=[^<>\n]*>\s*(?P<function></function>)")
 _FUNCTION_END = re.compile(r"</parameter>\s*(?P<function></function>)")
 _AFTER_FUNCTION = re.compile(r"\s*(?:</tool_call>|<tool_call>|<function=|\Z)")
+_CLOSING = re.compile(r"\s*</tool_call>")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^<>\n]*)>")
 _PARAMETER_END = re.compile(r"</parameter>\s*(?=<parameter=[^<>\n]*>|\Z)")
 _TAG = re.compile(r"(?m)^[ \t]*(?P<opens><parameter=[^<>\n]*>)(?![ \t]+\S)|</parameter>")
@@ -49,11 +51,11 @@ class CallForm:
     """The form in which a policy writes tool calls.
 
     name      for people
-    split     (text without thoughts, tools) -> where the calls begin, and the calls
+    split     (text without thoughts, tools) -> the places of calls, in order, and the calls
     """
 
     name: str
-    split: Callable[[str, list[Any]], tuple[int, list[ToolCall]]]
+    split: Callable[[str, list[Any]], tuple[list[slice], list[ToolCall]]]
 
     @property
     def in_text(self) -> bool:
@@ -61,11 +63,16 @@ class CallForm:
         return self.name == HERMES
 
     def read(self, text: str, *, tools: list[Any] | None) -> tuple[str, list[ToolCall]]:
-        """Split a policy's turn into its text before the calls, and the calls. text: with the thought that the prompt
-        has opened.
+        """Split a policy's turn into its text before and behind the calls, and the calls. text: with the thought that
+        the prompt has opened; without the stop string that ended it, if that is so.
         """
-        start, calls = self.split(without_thoughts(text), tools or [])
-        return text[:start], calls
+        places, calls = self.split(without_thoughts(text), tools or [])
+        if not places:
+            return text, calls
+        starts = [0, *(place.stop for place in places)]
+        ends = [*(place.start for place in places), len(text)]
+        first, *others = (text[start:end] for start, end in zip(starts, ends, strict=True))
+        return "".join([first, *(piece for piece in others if piece.strip())]), calls
 
     def message(self, text: str, *, tools: list[Any] | None) -> Message:
         """Return a policy's turn for an environment, with the calls that it does not parse from the text itself. A call
@@ -116,67 +123,74 @@ def call_form(tokenizer: Tokenizer, variables: dict[str, Any]) -> CallForm:
 # ---- the forms ----
 
 
-def _hermes_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
-    start = text.find(OPEN)
-    return start if start >= 0 else len(text), calls_of({"content": text})
+def _hermes_calls(text: str, tools: list[Any]) -> tuple[list[slice], list[ToolCall]]:
+    placed = placed_calls(text)
+    return [place for place, _ in placed], [call for _, call in placed]
 
 
-def _json_calls(text: str, marker: str) -> tuple[int, list[ToolCall]]:
+def _json_calls(text: str, marker: str) -> tuple[list[slice], list[ToolCall]]:
     """Parse objects, or lists of them, each behind a marker. Without a marker the whole answer is objects (Llama 3),
     and JSON without a name is an answer.
     """
     calls = list[ToolCall]()
+    places = list[slice]()
     at = 0
-    first = len(text) - len(text.lstrip())
-    if marker:
-        first = text.find(marker) if marker in text else len(text)
     while True:
+        begun = at
         if marker:
-            at = text.find(marker, at) + len(marker)
-            if at < len(marker):
-                return first, calls
+            begun = text.find(marker, at)
+            if begun < 0:
+                return places, calls
+            at = begun + len(marker)
         between = _BETWEEN.match(text, at)
         assert between is not None, "it matches nothing, too"
         at = between.end()
         if not marker and text[at : at + 1] not in ("{", "["):
-            return first, calls
+            return places, calls
         try:
             value, at = parse_json(DECODER.raw_decode, text, at)
         except ValueError as error:
             if marker or '"name"' in text[at:]:
                 calls.append(ToolCall(problem=f"not JSON: {error}"))
+                places.append(slice(begun, at))
             if not marker:
-                return first, calls
+                return places, calls
             continue
         entries = value if isinstance(value, list) else [value]
         if not marker and not all(isinstance(entry, dict) and {"name", "function"} & {*entry} for entry in entries):
-            return first, calls
+            return places, calls
         calls += map(call_in, entries)
+        places.append(slice(begun, at))
 
 
-def _xml_calls(text: str, tools: list[Any]) -> tuple[int, list[ToolCall]]:
+def _xml_calls(text: str, tools: list[Any]) -> tuple[list[slice], list[ToolCall]]:
     """Parse Qwen-Coder's <function=NAME> with a <parameter=NAME> for each argument, as text of its type in `tools`.
 
     A text argument may hold the same tags. One that closes counts only where the next opening, or the end of the
     function or of the calls, follows it, and a parameter opens only at the function's beginning and behind such an end.
     A call that may also be read otherwise is one that fails: no argument is ever shortened.
     """
-    starts = [found for tag in (OPEN, FUNCTION) if (found := text.find(tag)) >= 0]
     calls = list[ToolCall]()
+    places = list[slice]()
     at = 0
     while (opened := text.find(FUNCTION, at)) >= 0:
+        begun = text.rfind(OPEN, at, opened)
+        begun = begun if begun >= 0 and not text[begun + len(OPEN) : opened].strip() else opened
         end = _function_end(text, opened)
         if end is None:
             calls.append(ToolCall(problem=f"{FUNCTION}...> without </function>"))
+            places.append(slice(begun, len(text)))
             break
         at = end.end()
+        closing = _CLOSING.match(text, at)
+        places.append(slice(begun, at if closing is None else closing.end()))
         following = text.find(FUNCTION, at)
         between = text[at : following if following >= 0 else len(text)]
         if "</parameter>" in between or "</function>" in between:
             calls.append(ToolCall(problem=f"it is not clear where the text of {FUNCTION}...> ends"))
         else:
             calls.append(_typed(_xml_call(text[opened + len(FUNCTION) : end.start("function")]), tools))
-    return min(starts, default=len(text)), calls
+    return places, calls
 
 
 def _function_end(text: str, opened: int) -> re.Match[str] | None:
@@ -227,17 +241,21 @@ def _holds_an_open_parameter(value: str) -> bool:
 
 
 def _typed(call: ToolCall, tools: list[Any]) -> ToolCall:
-    """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text."""
+    """Parse arguments in text as JSON where the schema of the tool's parameter does not allow this text, or names null
+    and the text is that.
+    """
     parsed = dict(call.arguments)
     with suppress(AttributeError, LookupError, TypeError):  # a client may send anything as tools
         functions = {each["name"]: each for each in (tool.get("function", tool) for tool in tools)}
         parameters = functions[call.name]["parameters"]
         for key, value in call.arguments.items():
+            schema = parameters["properties"].get(key, True)
             text = str(value)
-            if not allows_text(parameters["properties"].get(key, True), text, within=parameters):
-                text = text.strip()
+            bare = text.strip()
+            is_null = bare in NULLS and names_null(schema, within=parameters)
+            if is_null or not allows_text(schema, text, within=parameters):
                 with suppress(ValueError, RecursionError):
-                    parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
+                    parsed[key] = json.loads({"True": "true", "False": "false", "None": "null"}.get(bare, bare))
     return ToolCall(call.name, parsed, call.problem)
 
 
@@ -247,12 +265,8 @@ def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 
     """
     if not isinstance(schema, dict) or depth > MAX_SCHEMA_DEPTH:
         return schema is not False
-    if "$ref" in schema:
-        target: Any = within
-        for name in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
-            target = target.get(name, {}) if isinstance(target, dict) else {}
-        if not allows_text(target, text, within=within, depth=depth + 1):
-            return False
+    if "$ref" in schema and not allows_text(_referred(schema, within), text, within=within, depth=depth + 1):
+        return False
     kinds = schema.get("type", "string")
     if "string" not in ([kinds] if isinstance(kinds, str) else kinds):
         return False
@@ -263,3 +277,32 @@ def allows_text(schema: Any, text: str, *, within: dict[str, Any], depth: int = 
         if options and not needed(allows_text(each, text, within=within, depth=depth + 1) for each in options):
             return False
     return True
+
+
+def names_null(schema: Any, *, within: dict[str, Any]) -> bool:
+    """Return whether a JSON schema names null: by its type, `nullable`, enum or const, or in one of its parts."""
+    waiting = [schema]
+    referred = set[str]()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict):
+            continue
+        kinds = part.get("type", [])
+        by_type = "null" in ([kinds] if isinstance(kinds, str) else kinds) or part.get("nullable") is True
+        by_value = None in part.get("enum", []) or part.get("const", "") is None
+        if by_type or by_value:
+            return True
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += part.get(name, [])
+        if "$ref" in part and str(part["$ref"]) not in referred:
+            referred.add(str(part["$ref"]))
+            waiting.append(_referred(part, within))
+    return False
+
+
+def _referred(schema: dict[str, Any], within: dict[str, Any]) -> Any:
+    """Return the schema that a $ref names, a place `within` another schema; {} if there is none."""
+    target: Any = within
+    for name in str(schema["$ref"]).removeprefix("#").strip("/").split("/"):
+        target = target.get(name, {}) if isinstance(target, dict) else {}
+    return target

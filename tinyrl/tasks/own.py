@@ -14,7 +14,7 @@ from tinyrl.data.rows import row_key
 from tinyrl.tasks.task import Task, no_rows
 from tinyrl.tasks.worker_service import PLAIN_FACTS
 from tinyrl.workers.calls import WorkerFunction
-from tinyrl.workers.loading import imported_beside, parse_use
+from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import is_text
 
 SETTING = "task.name"
@@ -36,11 +36,10 @@ class PreparedRow:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task that was loaded in this process; version: when its files were written."""
+    """A task that was loaded in this process."""
 
     code: OwnCode
     task: Task
-    version: tuple[int, ...]
 
 
 _loaded: dict[str, LoadedTask] = {}  # by FILE.py:TASK
@@ -156,21 +155,20 @@ class OwnCode:
 
 
 def own_task(name: str) -> Task:
-    """Load a person's own task from FILE.py:TASK, anew where its file, or what that imports beside it, has changed.
+    """Load a person's own task from FILE.py:TASK, anew where its file, or one that it imports, has changed.
 
     Raises ValueError if it is not there or does not load.
     """
     source = parse_use(name, setting=SETTING)
     assert source.file is not None, name
     use = f"{source.file.absolute()}:{source.function}"
-    version = tuple(file.stat().st_mtime_ns for file in (source.file, *imported_beside(source)))
     known = _loaded.get(use)
-    if known is not None and known.version == version:
+    if known is not None and known.code.worker.code.edited_file() is None:
         return known.task
     if known is not None:
         known.code.worker.close()
     code = OwnCode(use)
-    _loaded[use] = LoadedTask(code, code.task(), version)
+    _loaded[use] = LoadedTask(code, code.task())
     return _loaded[use].task
 
 

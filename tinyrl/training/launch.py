@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
 from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
+from tinyrl.training.code_inputs import carried_files, code_of, same_module, with_imports
 from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
 from tinyrl.training.run import (
@@ -53,7 +55,7 @@ from tinyrl.training.saves import check_saves
 from tinyrl.training.step import rate_factor, schedule_notes
 from tinyrl.workers.fingerprint import fingerprint
 from tinyrl.workers.foreign_code import tell_code
-from tinyrl.workers.loading import imported_beside, parse_use
+from tinyrl.workers.loading import parse_use
 
 
 @out_of_memory_stops("before the first step")
@@ -93,9 +95,11 @@ def start(
         write_environment(folder, method, options=options, command=command)
         sources: Callable[[], InputHashes] = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
+            code = code_of(config)
             pool = ThreadPoolExecutor(1)
-            sources = pool.submit(read_sources, config, rows=method.row_fingerprints, known={}).result
+            read = pool.submit(read_sources, config, rows=method.row_fingerprints, known={})
             pool.shutdown(wait=False)
+            sources = lambda: with_imports(read.result(), code, method.workers, carried={})  # noqa: E731
         run = Run(method, folder, config=config, sources=sources, until=until, on_step=on_step)
         for note in (f"run {folder.path}", *notes):
             run.display.note(note)
@@ -189,17 +193,21 @@ def resume(
             settings = check_changes(before, config, since=since, allowed=allow_config_change)
         stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
         known = kept.sources if kept else InputHashes()
-        sources = read_sources(config, rows=method.row_fingerprints, known=known.files)
-        inputs = changed_sources(known, sources)
+        method.start_code()  # which says what it imports
+        code = code_of(config)
+        carried = carried_files(known.files, code, changed={change.setting for change in settings})
+        read = read_sources(config, rows=method.row_fingerprints, known=known.files)
+        sources = partial(with_imports, read, code, method.workers, carried=carried)
+        inputs = _changed_inputs(method, known, sources)
         refuse("what the run reads has changed", inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
-        run = Run(method, folder, config=method.config, sources=lambda: sources, until=until, on_step=on_step)
+        run = Run(method, folder, config=method.config, sources=sources, until=until, on_step=on_step)
         if checkpoint is None or kept is None:
             folder.cut({})
         else:
             notes += _restored(run, checkpoint, kept, changes=changes)
-            notes += other_versions(known, sources, since=since)
+            notes += other_versions(known, read, since=since)
             if any(change_invalidates(change) for change in changes):
                 method.forget()
             notes += _notes_of(changes, since=since) + stretched
@@ -487,12 +495,18 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
         if now.functions.get(name) != function:
             changes.append(ChangedInput(name, "is another function"))
     for name, file in before.files.items():
-        there = now.files.get(name)
+        there = now.files.get(name) or same_module(name, file, now.files)
         if there is None:
             changes.append(ChangedInput(name, "is not there any more"))
         elif there.sha256 != file.sha256:
             changes.append(ChangedInput(name, "has changed"))
     return changes
+
+
+def _changed_inputs(method: Method, before: InputHashes, now: Callable[[], InputHashes]) -> list[ChangedInput]:
+    """List the inputs that have changed by rank 0, whose workers have loaded all code."""
+    changed = method.world.on_main(lambda: [asdict(one) for one in changed_sources(before, now())])
+    return [ChangedInput(**one) for one in changed]
 
 
 def _files(config: Config) -> Iterator[tuple[str, Path]]:
@@ -505,7 +519,9 @@ def _files(config: Config) -> Iterator[tuple[str, Path]]:
                 revision = config.model.revision if named.setting == "model.path" else None
                 yield from _files_of_model(named, revision=revision)
             case "code":
-                yield from _files_of_code(named)
+                source = parse_use(named.value, setting=named.label)
+                if source.file is not None:  # what it imports is known to the worker that loads it
+                    yield f"{named.setting}: {named.value.rpartition(':')[0]}", source.file
             case "file" if not named.names.made and os.path.isfile(named.value):
                 yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
             case _:  # rows, the hub, a server, a word
@@ -533,14 +549,3 @@ def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str
     for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
         if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
             yield f"{named.setting}: {file.relative_to(folder)}", file
-
-
-def _files_of_code(named: Named) -> Iterator[tuple[str, Path]]:
-    """Yield the file of a person's function, and those of its folder that it imports."""
-    source = parse_use(named.value, setting=named.label)
-    name = named.value.rpartition(":")[0]
-    if source.file is not None:
-        yield f"{named.setting}: {name}", source.file
-    beside = os.path.dirname(name) if source.module is None else ""
-    for file in imported_beside(source):
-        yield f"{named.setting}: {os.path.join(beside, os.path.relpath(file, source.folder))}", file

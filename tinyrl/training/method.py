@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tinyrl.evaluation.evaluate import Evaluation
     from tinyrl.models.policy import Policy, Role
     from tinyrl.training.run import Run
+    from tinyrl.workers.calls import WorkerFunction
 
 
 class Pass(NamedTuple):
@@ -82,6 +83,14 @@ class Method:
 
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""
+
+    @property
+    def workers(self) -> list[WorkerFunction]:
+        """Return the workers of people's code that it calls."""
+        return []
+
+    def start_code(self) -> None:
+        """Load people's code that this process calls."""
 
     def close(self) -> None:
         """End helper processes."""

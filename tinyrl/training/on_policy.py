@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from tinyrl.tasks.prompts import PreparedPrompt
     from tinyrl.training.run import Run
     from tinyrl.training.teacher import Teacher
+    from tinyrl.workers.calls import WorkerFunction
 
 SHOWN_SAMPLES = 16  # completions of each step in samples.jsonl
 MOST_TOKEN_BYTES = 20_000_000  # of tokens.jsonl
@@ -107,6 +108,14 @@ class OnPolicy(Method):
 
     def keep_output(self, write: Callable[[str], None]) -> None:
         self.collector.keep_output(write)
+
+    @property
+    def workers(self) -> list[WorkerFunction]:
+        return self.collector.code_workers
+
+    def start_code(self) -> None:
+        if self.world.is_main:  # which calls the rewards
+            self.collector.scorer.start()
 
     def close(self) -> None:
         self.collector.close()

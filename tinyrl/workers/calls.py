@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from tinyrl.errors import CodeChanged
@@ -33,7 +34,8 @@ class WorkerFunction:
     a call may take; host: "module:function" of ours that makes one service of several functions, see worker.py.
     Another worker loads the same code: CodeChanged is raised where a file of it was edited after the first one loaded.
 
-    `printed` is what it prints; `retried`: why, the first time, the rows of a batch were tried one by one.
+    `code` has the files that its workers have imported so far; `printed` is what it prints; `retried`: why, the first
+    time, the rows of a batch were tried one by one.
     """
 
     def __init__(
@@ -42,7 +44,8 @@ class WorkerFunction:
         self.name = name or sources[0].function
         self.printed = Printed(self.name)
         self.retried: str | None = None
-        self._sources = sources
+        self.sources = sources
+        self.code = sources[0].code  # of all of them, which one process has loaded
         self._host = host
         self._setting = f"{setting} '{sources[0].use}'"
         self._timeout_s = timeout_s
@@ -184,15 +187,15 @@ class WorkerFunction:
             self.close(at_once=True)
         if self._process is not None:
             return
-        self._check_unedited()
-        first = self._sources[0]
-        sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self._sources]
+        self._check_unedited(self.code.edited_file())
+        first = self.sources[0]
+        sources = [{"module": s.module, "file": str(s.file), "function": s.function} for s in self.sources]
         if first.here is None:
             self._process = WorkerProcess(first.file, self.printed)
         else:
             self._process = HereProcess()
-            sources = [{**of, "here": source.here} for of, source in zip(sources, self._sources, strict=True)]
-        path = [*(str(source.folder) for source in self._sources), *sys.path]
+            sources = [{**of, "here": source.here} for of, source in zip(sources, self.sources, strict=True)]
+        path = [*(str(source.folder) for source in self.sources), *sys.path]
         load = {"sources": sources, "host": self._host, "sys_path": path}
         try:
             reply = self._reply({"load": load}, max(self._timeout_s, LOAD_TIMEOUT_S))
@@ -202,20 +205,27 @@ class WorkerFunction:
             why = MALFORMED if isinstance(failure, protocol.Malformed) else failure
             raise CallFailed(f"could not be loaded: it {why}") from failure
 
-    def _check_unedited(self) -> None:
-        """Raise CodeChanged where a file that the first worker loaded has been edited since."""
-        for source in self._sources:
-            edited = source.edited_file()
-            if edited is not None:
-                raise CodeChanged(
-                    f"{self._setting}: {edited} was edited after it was loaded, and has to be loaded again. "
-                    "Put it back, or begin again; a run goes on with the new code by --allow-config-change at a resume"
-                )
+    def _check_unedited(self, edited: Path | None) -> None:
+        """Raise CodeChanged for a file that is not any more what the first worker loaded."""
+        if edited is not None:
+            self.close(at_once=True)
+            raise CodeChanged(
+                f"{self._setting}: {edited} was edited after it was loaded, and has to be loaded again. "
+                "Put it back, or begin again; a run goes on with the new code by --allow-config-change at a resume"
+            )
 
     def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for its reply. Raises CallFailed, and Interrupted once the run is to stop."""
+        """Send a request and wait for its reply. Raises CallFailed, CodeChanged where the worker has imported other
+        code than an earlier one, and Interrupted once the run is to stop.
+        """
         assert self._process is not None
         reply = self._process.ask(request, timeout_s=timeout_s)
+        try:
+            imported = protocol.imported_in(reply)
+        except protocol.Malformed:
+            self.close(at_once=True)
+            raise CallFailed(MALFORMED) from None
+        self._check_unedited(self.code.add(imported))
         if "error" in reply:
             at = quoted(str(reply.get("at", "")))
             raise CallFailed(f"{quoted(str(reply['error']))}{f' ({at})' if at else ''}")

@@ -4,24 +4,20 @@ The source is parsed, not imported: a mistake in a recipe is answered at once, a
 """
 
 import ast
-import hashlib
 import importlib.util
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from tinyrl.text import decode_utf8, did_you_mean, truncate
+from tinyrl.workers.imports import LoadedCode
 
 HERE = "__main__"
-PACKAGE_FILE = "__init__.py"
-OWN_PACKAGE = "tinyrl"  # whose version a run records: a checkout of it beside a person's file is not hers
-INSTALLED = ("site-packages", "dist-packages")  # folders of packages, of which a resume notes versions
 
 
 @dataclass(frozen=True)
@@ -34,32 +30,7 @@ class FunctionSource:
     file: Path | None  # the source, None for a module without one
     folder: Path  # first on the worker's sys.path, so that a file may import those beside it
     here: Callable[..., Any] | None = None  # the function itself, where it is called in this process
-
-    @cached_property
-    def first_hashes(self) -> dict[Path, str]:
-        """Return the hashes of its file, and of what that imports from its folder, as they were when first asked for.
-
-        Empty for a function of tinyrl, and one without a file.
-        """
-        is_ours = self.module is not None and self.module.partition(".")[0] == OWN_PACKAGE
-        if self.file is None or is_ours:
-            return {}
-        return {file: _hash(file) for file in (self.file, *imported_beside(self))}
-
-    def edited_file(self) -> Path | None:
-        """Return a file whose contents are no more those of `first_hashes`, if there is one."""
-        for file, first in self.first_hashes.items():
-            if _hash(file) != first:
-                return file
-        return None
-
-
-def _hash(file: Path) -> str:
-    """Return the hash of a file's contents; "" where it is gone."""
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return ""
+    code: LoadedCode = field(default_factory=LoadedCode, compare=False)  # what its workers have loaded
 
 
 _defined = dict[str, Callable[..., Any]]()
@@ -146,75 +117,3 @@ def parse_use(use: str, *, setting: str = "reward.functions: use") -> FunctionSo
             f"{problem}: {file} has no function '{function}'.{did_you_mean(function, functions)} {there_are}."
         )
     return source
-
-
-def imported_beside(source: FunctionSource) -> list[Path]:
-    """Return the files that a function's own file imports from its folder, and those that these import, and so on.
-
-    The code is parsed, not run: an import by a computed name (`importlib.import_module`) is not seen. Packages, with
-    and without __init__.py, and relative imports are followed, installed packages are not.
-    """
-    if source.file is None:
-        return []
-    folder = _import_folder(source, source.file)
-    waiting = [source.file]
-    if source.module is not None:
-        waiting += _files_of_import(folder, source.module.split("."))  # the __init__.py of its packages run too
-    found: set[Path] = set()
-    while waiting:
-        file = waiting.pop()
-        if file not in found:
-            found.add(file)
-            waiting += _imports_of(file, folder)
-    return sorted(found - {source.file})
-
-
-def _import_folder(source: FunctionSource, file: Path) -> Path:
-    """Return the folder from which a person's file imports others: the file's own, or that of a module's package."""
-    if source.module is None:
-        return source.folder
-    packages = source.module.count(".")
-    folder = file.parents[packages + 1 if file.name == PACKAGE_FILE else packages]
-    is_installed = folder.name in INSTALLED or folder == Path(os.__file__).parent
-    return source.folder if is_installed else folder
-
-
-def _imports_of(file: Path, folder: Path) -> list[Path]:
-    """Return the files in a folder that a file imports itself; none where it does not parse, which loading reports."""
-    try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
-    except (OSError, RecursionError, SyntaxError, ValueError):
-        return []
-    files: list[Path] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                files += _files_of_import(folder, name.name.split("."))
-        elif isinstance(node, ast.ImportFrom):
-            package = file.parents[node.level - 1] if node.level else folder
-            if not package.is_relative_to(folder):
-                continue
-            parts = node.module.split(".") if node.module else []
-            for name in node.names:  # an attribute of the module, or a module of the package
-                files += _files_of_import(package, [*parts, name.name])
-    return files
-
-
-def _files_of_import(folder: Path, parts: list[str]) -> list[Path]:
-    """Return the files in a folder that `import PART.PART` runs; what is not there is an attribute, or elsewhere."""
-    files: list[Path] = []
-    if parts[0] == OWN_PACKAGE:
-        return files
-    place = folder
-    for part in parts:
-        place = place / part
-        package_file = place / PACKAGE_FILE
-        module_file = place.parent / f"{part}.py"
-        if package_file.is_file():
-            files.append(package_file)
-        elif module_file.is_file():
-            files.append(module_file)
-            break
-        elif not place.is_dir():
-            break
-    return files

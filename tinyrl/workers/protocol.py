@@ -5,7 +5,8 @@
     {"id", "timeout_s", "call", "arguments": {name: list}, "num_rows"}
         -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
 
-Where the function's code raises, the reply is {"id", "error": text, "at": "file.py, line 3" or ""}.
+Where the function's code raises, the reply is {"id", "error": text, "at": "file.py, line 3" or ""}. Each reply of a
+process has "imported": the fields of an ImportedFile (imports.py) for each module of a person's since the last one.
 
 A person's code shares its process with the worker: it may write into the pipes, patch `json`, or fork and answer twice.
 So encoder and decoder are bound when this file is imported, a reply carries the id of its request, and what is not
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tinyrl.workers.imports import ImportedFile
 from tinyrl.workers.values import RowFailure, RowResults
 
 _encode = json.JSONEncoder().encode
@@ -79,6 +81,18 @@ def facts_in(reply: dict[str, Any]) -> dict[str, Any]:
         case {"parameters": list() | None, "required": list(), "whole": list()} as facts:
             return facts
     raise Malformed
+
+
+def imported_in(reply: dict[str, Any]) -> list[ImportedFile]:
+    """Return the files in a reply that the worker has imported; none from this process. Raises Malformed."""
+    found = list[ImportedFile]()
+    for entry in _list_in({"imported": [], **reply}, "imported"):
+        match entry:
+            case [str(module), str(file), int(size), int(modified), str(sha256)]:
+                found.append(ImportedFile(module, file, bytes=size, modified=modified, sha256=sha256))
+            case _:
+                raise Malformed
+    return found
 
 
 def _list_in(reply: dict[str, Any], name: str) -> list[Any]:

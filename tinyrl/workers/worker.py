@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tinyrl.workers import protocol
+from tinyrl.workers.imports import ImportLog
 from tinyrl.workers.values import RowResults, check_scores
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
@@ -47,6 +48,7 @@ def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
     sys.argv[:] = [__file__]
     me = os.getpid()
     loaded = Loaded()
+    imports = ImportLog()
     with os.fdopen(requests, "rb") as lines, os.fdopen(replies, "wb") as out:
         for line in lines:
             request = protocol.decode(line)
@@ -55,7 +57,9 @@ def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
             faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=last_words)
             if "load" in request:
                 sys.path[:] = dict.fromkeys([*request["load"]["sys_path"], *sys.path])
-            reply = protocol.encode({"id": request["id"], **loaded.answer(request)})
+            answer = loaded.answer(request)
+            imported = imports.new(in_call="load" not in request)
+            reply = protocol.encode({"id": request["id"], **answer, "imported": imported})
             if os.getpid() != me:  # a fork that has come back from the function
                 os._exit(0)
             faulthandler.cancel_dump_traceback_later()

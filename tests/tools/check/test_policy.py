@@ -43,6 +43,13 @@ def found(trial: Trial) -> dict[str, str]:
     return {one.name: one.change for one in section(trial).findings}
 
 
+@pytest.mark.parametrize("in_thought", [True, False])
+def test_a_line_says_how_many_completions_a_stop_string_ended_in_a_thought(*, in_thought: bool) -> None:
+    shown = section(planted(groups_of([[0.5, 0.5]], stopped_in_thought=in_thought)))
+    assert len([line for line in shown.lines if "100%" in line and "thought" in line]) == in_thought
+    assert shown.facts["stopped_in_thought"] == in_thought
+
+
 MIXED = [[1.0, 0.0] * 4] * 16
 SAME = [[0.5] * 8] * 16
 

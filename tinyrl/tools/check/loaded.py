@@ -37,7 +37,7 @@ TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 class Answer(NamedTuple):
     """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score:
     the reward before length penalties; failed: why there is none (NaN); play_failed: since the environment or the agent
-    failed in its episode.
+    failed in its episode; stopped_in_thought: a stop string ended it inside a thought.
     """
 
     text: str
@@ -50,6 +50,7 @@ class Answer(NamedTuple):
     failed: str | None
     logprob: float = 0.0
     play_failed: bool = False
+    stopped_in_thought: bool = False
 
 
 def row_lines(method: OnPolicy | RowMethod) -> list[str]:
@@ -94,6 +95,7 @@ def answer_of(sample: Sample, prompt: PreparedPrompt, collector: Collector) -> A
         failed=sample.play_failure or next(iter(sample.failures), None),
         logprob=sum(chosen),
         play_failed=sample.play_failure is not None,
+        stopped_in_thought=sample.stopped_in_thought,
     )
 
 

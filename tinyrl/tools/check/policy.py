@@ -40,7 +40,7 @@ SHOWN = 60
 LEAST_MISSED = 0.2  # share of the completions that hold the gold answer and score less, for a finding
 BAR = 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
-         "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
+         "stopped_in_thought", "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}
 
 
@@ -149,6 +149,10 @@ class Trial:
     @property
     def truncated(self) -> float:
         return mean([answer.cut for answer in self.answers])
+
+    @property
+    def stopped_in_thought(self) -> float:
+        return mean([answer.stopped_in_thought for answer in self.answers])
 
     @property
     def entropy(self) -> float:
@@ -574,6 +578,11 @@ def section(trial: Trial) -> CheckSection:
         f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
         f"{trial.limit}"
     )
+    if trial.stopped_in_thought > 0:
+        lines.append(
+            f"{trial.stopped_in_thought:.0%} end at a stop string inside a thought, so they have no answer: take "
+            "strings that no thought holds (generation.stop, or those of the environment)"
+        )
     lines.append(
         f"entropy {trial.entropy:.2g} nats a token; {trial.distinct:.0%} of a prompt's completions are different; "
         f"{trial.rollout_seconds:.2g} s to sample a step like this"
