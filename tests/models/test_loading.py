@@ -186,3 +186,19 @@ def test_a_special_token_without_a_row_is_refused_where_a_row_holds_it(tiny: Tin
     check_vocabulary(tokenizer, model, path="critic", sampled=258)
     with pytest.raises(ValueError, match=r"258 rows.*'<image>' \(token 258\)"):
         check_vocabulary(tokenizer, model, path="critic", sampled=300)  # a policy with that many rows can sample it
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_position_embeddings", value) for value in (0, -5)] + [("dtype", name) for name in ("int8", "bool", 5)],
+)
+def test_a_config_with_impossible_positions_or_dtype_is_refused(
+    name: str, value: object, tiny: TinyModels, tmp_path: Path
+):
+    folder = copied(tiny("llama"), tmp_path)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**facts, name: value}))
+    with pytest.raises(ValueError, match=name):
+        load_model_config(str(folder))
+    (folder / "config.json").write_text(json.dumps({**facts, "dtype": "float64"}))  # read in the run's own dtype
+    assert load_model_config(str(folder)).max_position_embeddings == 512

@@ -179,7 +179,13 @@ def test_a_response_leaves_a_position_for_the_prompt(tokens: int, positions: int
             check_room_for_responses(config)
 
 
-@pytest.mark.parametrize("damaged", ["[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}', '{"n_positions": true}',
+        '{"max_position_embeddings": 0}', '{"max_position_embeddings": -5}',
+    ],
+)  # fmt: skip
 def test_a_damaged_config_json_sets_no_lengths(folder: Path, damaged: str):
     (folder / "damaged").mkdir()
     (folder / "damaged" / "config.json").write_text(damaged)

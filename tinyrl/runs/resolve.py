@@ -158,4 +158,5 @@ def _positions(path: str) -> int | None:
     of_text = facts.get("text_config")
     facts = of_text if isinstance(of_text, dict) else facts
     positions = facts.get("max_position_embeddings", facts.get("n_positions"))
-    return positions if isinstance(positions, int) else None
+    is_count = isinstance(positions, int) and not isinstance(positions, bool) and positions > 0
+    return positions if is_count else None
