@@ -10,9 +10,9 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.environments.tool_calls import ToolCall, calls_of
+from tinyrl.models.tokens import token_ids
 from tinyrl.tasks.answers import turn_text
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import token_ids
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
