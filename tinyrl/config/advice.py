@@ -24,3 +24,11 @@ def working_advice(
         if works(changed):
             return shlex.join(overrides)
     return None
+
+
+def longer_responses(config: Config, lengths: Iterable[int], *, room: int) -> str | None:
+    """Return the setting for responses of the first of these lengths that there is room for; None for none of them.
+    room: tokens that a response may have behind the longest prompt.
+    """
+    advices = [[f"generation.max_new_tokens={length}"] for length in lengths]
+    return working_advice(config, advices, lambda changed: changed.generation.max_new_tokens <= room)

@@ -36,7 +36,7 @@ def resolve(config: Config) -> Config:
                 values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
     lowered: set[str] = set()
-    if config.samples and (positions := _positions(values["model"]["path"])) is not None:
+    if config.samples and (positions := positions_named(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
         both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
         for section, name, most in both:
@@ -52,7 +52,7 @@ def resolve(config: Config) -> Config:
 
 def check_room_for_responses(config: Config) -> None:
     """Raise ValueError where a response may fill all positions of the model, as its config.json has them."""
-    positions = _positions(config.model.path)
+    positions = positions_named(config.model.path)
     if not config.samples or positions is None or config.generation.max_new_tokens < positions:
         return
     raise ValueError(no_room_for_prompt(config, positions=positions))
@@ -180,7 +180,7 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
         raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
 
 
-def _positions(path: str) -> int | None:
+def positions_named(path: str) -> int | None:
     """Return the number of positions of the model in a folder; None where no config.json has it."""
     folder = starter_path(path) or Path(path)
     try:
