@@ -521,12 +521,19 @@ def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any], method: 
         # others are YAML
         ("run.num_steps=5 # steps", 5),
         ("generation.stop=[a, 'b # c']", ["a", "b # c"]),
+        ("generation.stop=[a, b] # two", ["a", "b"]),
         ("task.columns={q: a}", {"q": "a"}),
     ],
 )
 def test_a_text_on_the_command_line_is_what_was_typed(override: str, value: Any):
     section, _, name = override.partition("=")[0].partition(".")
     assert apply_overrides({}, [override]) == {section: {name: value}}
+
+
+@pytest.mark.parametrize("override", ["generation.stop=[a # b, c]", "reward.model_label=a # b", "generation.stop=# a"])
+def test_a_comment_that_cuts_a_value_is_named(override: str):
+    with pytest.raises(ValueError, match="`#`"):
+        apply_overrides({}, [override])
 
 
 @pytest.mark.parametrize("value", ["a # b", "'a", '"a"', "null", "5", " a ", "", "x: [", "line\nbreak", None])

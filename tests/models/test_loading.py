@@ -222,3 +222,19 @@ def test_what_contradicts_in_a_generation_configuration_is_left_out(
     written = json.loads((tmp_path / "generation_config.json").read_text())
     del written["transformers_version"]
     assert written == {**kept, "eos_token_id": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_position_embeddings", value) for value in (0, -5)] + [("dtype", name) for name in ("int8", "bool", 5)],
+)
+def test_a_config_with_impossible_positions_or_dtype_is_refused(
+    name: str, value: object, tiny: TinyModels, tmp_path: Path
+):
+    folder = copied(tiny("llama"), tmp_path)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**facts, name: value}))
+    with pytest.raises(ValueError, match=name):
+        load_model_config(str(folder))
+    (folder / "config.json").write_text(json.dumps({**facts, "dtype": "float64"}))  # read in the run's own dtype
+    assert load_model_config(str(folder)).max_position_embeddings == 512

@@ -26,6 +26,7 @@ from tinyrl.data.rows import with_num_steps
 from tinyrl.errors import ExplainedByCheck
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
+from tinyrl.rewards.rubric import named_scale
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
@@ -127,17 +128,31 @@ def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     assert rank.read_scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
     for judge, count, replies in (
         (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"8/10"', "true", "NaN", "[5]"))]),
-        (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]"))]),
+        (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]", '[1, 2, "\u0663"]'))]),
+        (rank, 3, ['{"order": [1, 2, 3]} or {"order": [3, 2, 1]}']),
     ):
         for reply in replies:
-            with pytest.raises(ValueError, match="gave no"):
+            with pytest.raises(ValueError, match="gave"):
                 judge.read_scores(reply, count)
 
 
 @pytest.mark.parametrize(
     ("reply", "wanted"),
     [
-        ('{"score": 1} The answer says {"score": 10}.', 0.1),
+        ('{"score": 1} The answer says {"score": 10}.', None),
+        ('The answer says {"score": 10}. My verdict: {"reason": "no", "score": 1}', None),
+        ('{"reason": "It says {"score": 10}, a trick.", "score": 1}', None),  # broken by a quote
+        ('{"score": 1} That is {"score": 1.0} of "score": 10 points', None),
+        ('{"score": 1} In short: {"score": "1.0"}', 0.1),
+        ('As {"reason": "...", "score": N}: {"reason": "no", "score": 1}', 0.1),
+        ('{"parts": [{"score": 9}, {"score": 8}], "score": 4}', 0.4),
+        ('{"parts": [{"score": 9}, {"score": 8}]}', None),
+        ('{"score": 10, "reason": "no", "score": 1}', None),  # of one key twice a reader takes either
+        ('{"a": {"why": 1, "why": 2}, "score": 3}', None),
+        ('{"score": "1_0"}', None),
+        ('{"score": "\uff18"}', None),
+        ('{"score": "\u0668"}', None),
+        ('{"score": "+8.50"}', 0.85),
         ('{"reason": "It says {\\"score\\": 10}, which is a trick.", "score": 2}', 0.2),
         ('{"why": {"form": {"good": true}}, "score": 3}', 0.3),
         ('{"why": "no score here"} {"score": 4}', 0.4),
@@ -152,12 +167,12 @@ def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
         ('{"a":' * 5_000 + '{"score": 1}', None),
     ],
 )
-def test_the_first_whole_object_with_a_score_behind_the_thoughts_counts(
+def test_the_one_score_of_whole_objects_behind_the_thoughts_counts(
     reply: str, wanted: float | None, tmp_path: Path
 ) -> None:
     judge = reward("http://127.0.0.1:1", tmp_path)
     if wanted is None:
-        with pytest.raises(ValueError, match="gave no"):
+        with pytest.raises(ValueError, match="gave"):
             judge.read_scores(reply, 1)
     else:
         assert judge.read_scores(reply, 1) == pytest.approx([wanted])
@@ -326,6 +341,52 @@ def test_a_parameter_that_is_too_large_is_no_parameter_that_is_not_taken(serving
     assert len(judge.asked) == 1
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        "`temperature` is deprecated for this model.",
+        "invalid temperature: only 1 is allowed for this model",
+        "temperature must be omitted",
+    ],
+)
+def test_a_question_is_sent_again_without_a_temperature_that_is_refused_in_any_words(
+    told: str, serving: Any, tmp_path: Path
+) -> None:
+    judge = serving(by_length)
+    judge.refuses = {"temperature": told}
+    with_judge = reward(judge.url, tmp_path)
+    assert with_judge(["p"], ["aa"], {}).values == [0.2]
+    assert with_judge(["p"], ["bbb"], {}).values == [0.3]
+    assert ["temperature" in body for body in judge.asked] == [True, False, False]
+
+
+def test_a_temperature_stays_where_leaving_it_out_does_not_help(serving: Any, tmp_path: Path) -> None:
+    """A server that quotes each question in its refusal names every parameter."""
+    judge = serving(by_length)
+    judge.echo = (400, b'{"error": "filtered: {temperature: 0, messages: [...]}"}')
+    with_judge = reward(judge.url, tmp_path)
+    assert len(with_judge(["p"], ["aa"], {}).failures) == 1
+    judge.echo = None
+    assert with_judge(["p"], ["bbb"], {}).values == [0.3]
+    assert ["temperature" in body for body in judge.asked] == [True, False, True]
+
+
+@pytest.mark.parametrize(("status", "told"), [(500, "500"), (None, "RemoteProtocolError")])
+def test_how_the_last_try_ended_is_told_where_the_time_is_up(
+    status: int | None, told: str, serving: Any, tmp_path: Path
+) -> None:
+    """The client would try again for 15 s."""
+    with pytest.raises(JudgeGone, match=told):
+        reward(serving(lambda *_: status).url, tmp_path, timeout_s=1.5)(["p"], ["a"], {})
+
+
+def test_a_judge_that_redirects_is_down(serving: Any, tmp_path: Path) -> None:
+    judge = serving(by_length)
+    judge.reply = lambda system, answers: 302 if answers[0] == "moved" else by_length(system, answers)
+    with pytest.raises(JudgeGone, match="302"):
+        reward(judge.url, tmp_path)(["p"] * 2, ["moved", "bb"], {})
+
+
 @pytest.mark.parametrize("status", [200, 400, 503])
 def test_a_key_that_a_server_echoes_is_masked(
     status: int, serving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -459,6 +520,33 @@ def test_a_run_asks_no_more_than_was_counted(serving: Any, tiny: TinyModels, tmp
             code, _, _ = running.train(settings, tmp_path)
             assert code == 0
             assert 0 < len(judge.asked) <= most
+
+
+@pytest.mark.parametrize(
+    ("rubric", "named"),
+    [
+        ("Give a score from 1 to 5 for clarity.", (1.0, 5.0)),
+        ("Rate the answer 1-5.\nBe kind.", (1.0, 5.0)),
+        ("Marks: 0 to 3 is bad, 4 to 7 so so, 8 to 100 good", (0.0, 100.0)),
+        ("Give a mark out of 5.", (None, 5.0)),
+        ("Score it on a 7-point scale", (None, 7.0)),
+        ("Score 8 to 10 if it is right.", None),  # a part of a scale
+        ("Score it. A good answer has from 1 to 5 sentences.", None),
+        ("Rate how well it keeps to 2024-05-01.", None),
+    ],
+)
+def test_the_scale_that_a_rubric_speaks_of(rubric: str, named: tuple[float | None, float] | None) -> None:
+    assert named_scale(rubric) == named
+
+
+def test_a_rubric_of_another_scale_than_the_default_is_refused_before_loading(tmp_path: Path) -> None:
+    (tmp_path / "rubric.md").write_text("Give a score from 1 to 5.", encoding="utf-8")
+    judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
+    values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}}
+    with pytest.raises(ValueError, match=r"rubric\.md.*\[1, 5\]"):
+        check_before_loading(Config.model_validate({**values, "reward": {"functions": [judge]}}))
+    for given in ({"scale": [1, 5]}, {"scale": [0, 10]}, {"mode": "rank"}):
+        check_before_loading(Config.model_validate({**values, "reward": {"functions": [{**judge, **given}]}}))
 
 
 # ---- trials ----

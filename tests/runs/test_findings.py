@@ -188,6 +188,14 @@ def test_a_cut_off_agent_is_told_of_the_limit_of_a_call() -> None:
         assert ("environment.max_call_tokens" in found.change) is is_named
 
 
+def test_a_longer_limit_is_advised_where_the_model_has_positions_for_it() -> None:
+    """The embedded model has 256."""
+    for limit, fits in ((64, True), (127, True), (128, False)):
+        config = {"method": "grpo", "generation": {"max_new_tokens": limit}, "model": {"path": "starter"}}
+        [found] = find(run_of(rows(CUT), config))
+        assert (f"generation.max_new_tokens={2 * limit}" in found.change) is fits
+
+
 def test_numbers_that_are_none_show_nothing() -> None:
     lines = rows()
     for line in lines[1:]:

@@ -9,7 +9,7 @@ import pytest
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.resolve import check_room_for_responses, resolve
+from tinyrl.runs.resolve import check_room_for_responses, resolve, room_for_prompt
 
 SFT = {"method": "sft", "task": {"data": "rows.jsonl"}}
 REWARD = {"method": "reward", "task": {"data": "rows.jsonl"}, "model": {"path": "base"}}
@@ -179,7 +179,38 @@ def test_a_response_leaves_a_position_for_the_prompt(tokens: int, positions: int
             check_room_for_responses(config)
 
 
-@pytest.mark.parametrize("damaged", ["[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}'])
+def test_a_prompt_that_is_too_long_gets_an_advice_that_makes_room() -> None:
+    """Of 256 positions; where no advice does, none is given."""
+    for longest, new, between, advised in (
+        (150, 100, 0, ["generation.max_prompt_tokens=150"]),
+        (156, 100, 0, ["generation.max_prompt_tokens=156"]),
+        (157, 100, 0, ["generation.max_prompt_tokens=157", "generation.max_new_tokens=99"]),
+        (120, 100, 60, ["generation.max_prompt_tokens=120", "generation.max_new_tokens=76"]),
+        (90, 200, 0, ["generation.max_new_tokens=166"]),  # the limit of prompts would do
+        (231, 100, 0, ["generation.max_prompt_tokens=231", "generation.max_new_tokens=25"]),
+        (232, 100, 0, []),
+        (683, 100, 0, []),
+    ):
+        values = {"method": "grpo", "generation": {"max_new_tokens": new, "max_prompt_tokens": 100}}
+        sentence = room_for_prompt(Config.model_validate(values), longest, positions=256, between=between)
+        assert sentence.startswith(" ".join(["Set", *advised]) if advised else "No limit")
+
+
+def test_an_advice_that_another_setting_forbids_is_not_given() -> None:
+    """Responses of 40 tokens have no 60 tokens to penalise."""
+    values: dict[str, Any] = {"method": "grpo", "generation": {"max_new_tokens": 100, "max_prompt_tokens": 300}}
+    free, bound = (Config.model_validate({**values, "reward": {"overlong_tokens": n}}) for n in (40, 60))
+    assert "max_new_tokens=40" in room_for_prompt(free, 216, positions=256, between=0)
+    assert not room_for_prompt(bound, 216, positions=256, between=0).startswith("Set")
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "[1]", "null", "[" * 100_000, '{"text_config": [1]}', '{"n_positions": "many"}', '{"n_positions": true}',
+        '{"max_position_embeddings": 0}', '{"max_position_embeddings": -5}',
+    ],
+)  # fmt: skip
 def test_a_damaged_config_json_sets_no_lengths(folder: Path, damaged: str):
     (folder / "damaged").mkdir()
     (folder / "damaged" / "config.json").write_text(damaged)

@@ -10,9 +10,10 @@ from tests.conftest import shared_data
 from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.data.formats import text_examples
+from tinyrl.models.tokens import token_ids
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer
-from tinyrl.tasks.prompts import render_prompt, token_ids
+from tinyrl.tasks.prompts import render_prompt
 
 HOW: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
 USER, ANSWER = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}

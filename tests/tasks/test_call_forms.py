@@ -10,8 +10,8 @@ from transformers import AddedToken
 
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.environments.tool_calls import ToolCall, calls_of
+from tinyrl.models.tokens import token_ids
 from tinyrl.tasks.call_forms import call_form
-from tinyrl.tasks.prompts import token_ids
 from tinyrl.tasks.turn_text import turn_text
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import prepare_prompts, render_prompt
+from tinyrl.tasks.prompts import PromptLimit, Rendered, most_characters, prepare_prompts, render_prompt
 
 VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
 TEMPLATE = (
@@ -47,6 +47,12 @@ def test_a_bos_stays_and_an_appended_eos_goes():
 
 
 HOW = {"chat": "auto", "system_prompt": None, "variables": {}}
+
+
+def limit(tokens: int) -> PromptLimit:
+    return PromptLimit(tokens, words=f"a limit of {tokens}", advice=lambda longest: f"take {longest}")
+
+
 OLD, HELLO = {"role": "system", "content": "old"}, {"role": "user", "content": "hello"}
 ASKED = "<s> user : hello </s> <s> assistant : "
 
@@ -84,7 +90,7 @@ def test_messages_in_parts_are_the_same_prompt_behind_the_bos_of_the_template():
     whole = [{"role": "user", "content": "hello world"}]
     assert render_prompt(tokenizer, parts).tokens == render_prompt(tokenizer, whole).tokens
     task = replace(load_task("rows"), prompt=lambda row: row["asked"])  # of a person's own task
-    how = {"tokenizer": tokenizer, **HOW, "max_prompt_tokens": 20, "on_overlong_prompt": "error"}
+    how = {"tokenizer": tokenizer, **HOW, "limit": limit(20), "on_overlong_prompt": "error"}
     (prepared,) = prepare_prompts(task, [{"asked": parts}], **how, openings=[" hello"])
     assert prepared.prompt == whole
     assert prepared.text == "<s> user : hello world hello </s> <s> assistant : "
@@ -132,7 +138,7 @@ def test_a_message_that_the_template_leaves_out_is_refused(template, prompt, sys
 
 def test_the_row_of_a_message_that_is_left_out_is_named():
     rows = [{"prompt": "hello"}, {"prompt": messages_with("human", "world"), "id": "b7"}]
-    how = {**HOW, "max_prompt_tokens": 20, "on_overlong_prompt": "error"}
+    how = {**HOW, "limit": limit(20), "on_overlong_prompt": "error"}
     with pytest.raises(ValueError, match=r"row 2.*world.*b7"):
         prepare_prompts(load_task("rows"), rows, tokenizer=small_tokenizer(template=SKIPS), **how)
 
@@ -155,14 +161,47 @@ def test_a_message_that_the_template_rewrites_is_not(template, role, content):
 
 
 def prepared(texts: list, on_overlong_prompt: str = "error"):
-    how = {**HOW, "max_prompt_tokens": 4, "on_overlong_prompt": on_overlong_prompt, "tokenizer": small_tokenizer()}
+    how = {**HOW, "limit": limit(4), "on_overlong_prompt": on_overlong_prompt, "tokenizer": small_tokenizer()}
     return prepare_prompts(load_task("rows"), [{"prompt": text} for text in texts], **how)
 
 
 def test_long_prompts_are_refused_naming_the_first_or_dropped():
-    with pytest.raises(ValueError, match=r"row 2 with 5[\s\S]*max_prompt_tokens=5"):
+    with pytest.raises(ValueError, match=r"row 2 with 5[\s\S]*take 5"):
         prepared(["hello", "hello " * 5])
     assert [p.index for p in prepared(["hello " * 5, "hello world"], on_overlong_prompt="drop")] == [1]
+
+
+def test_a_text_of_more_characters_than_any_tokens_have_is_long_whatever_its_tokens_are():
+    """It is one unknown word; limits below 100,000 characters are those of a tokenizer that merges some."""
+    texts = ["hello", "x" * 100_001, "x" * 100_000]
+    assert [p.index for p in prepared(texts, on_overlong_prompt="drop")] == [0, 2]
+    with pytest.raises(ValueError, match=r"1 of 3.*row 2"):
+        prepared(texts)
+    words = small_tokenizer()
+    words.add_tokens(["y" * 1000])
+    assert most_characters(words, 200) == 200_000
+
+
+@pytest.mark.parametrize("template", [None, THINKING, TEMPLATE.replace("assistant : ", "assistant : <think> ")])
+def test_prompts_that_are_rendered_together_are_as_one_by_one(template, monkeypatch):
+    """With markers in contents, messages to continue, and a thought that is left open; the last batch is not full."""
+    monkeypatch.setattr("tinyrl.tasks.prompts.BATCH", 3)
+    prompts: list[Any] = ["hello", "use <think> please", "world", "a </s> b", "<think>\n", "hello world"]
+    if template is not None:
+        begun = {"role": "assistant", "content": "<think> a"}
+        prompts[3:3] = [[OLD, HELLO], [HELLO, begun], [HELLO, {"role": "assistant", "content": "a"}]]
+    tokenizer = small_tokenizer(pattern="<s> $A", template=template)
+    together = prepare_prompts(
+        load_task("rows"),
+        [{"prompt": prompt} for prompt in prompts],
+        tokenizer=tokenizer,
+        limit=limit(1000),
+        on_overlong_prompt="error",
+        **HOW,
+    )
+    alone = [render_prompt(tokenizer, prompt) for prompt in prompts]
+    assert [Rendered(p.text, p.tokens, p.opened) for p in together] == alone
+    assert len({one.opened for one in alone}) > 1
 
 
 @pytest.mark.skipif(shared_data() is None, reason="needs ../shared/data")

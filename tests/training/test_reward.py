@@ -20,9 +20,10 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
+from tinyrl.models.tokens import token_ids
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
-from tinyrl.tasks.prompts import prepare_prompts, token_ids
+from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 from tinyrl.training.rows import Example
 
 CHOSEN = [[10, 11, 12, 13, 14], [20, 21, 22], [10, 11, 40, 41, 42, 43, 44], [30, 31, 50, 51]]
@@ -202,7 +203,7 @@ def scores_in_ppo(
     for prompt, text in judged:  # one by one, as micro-batches are sorted by length
         (prepared,) = prepare_prompts(
             collector.task, [{"prompt": prompt}], tokenizer=tokenizer, chat="auto", system_prompt=None, variables={},
-            max_prompt_tokens=500, on_overlong_prompt="error",
+            limit=NO_LIMIT, on_overlong_prompt="error",
         )  # fmt: skip
         read.clear()
         scores = collector.scorer([prepared], [[*token_ids(tokenizer, text), tokenizer.eos_token_id]]).scores  # pyright: ignore[reportArgumentType]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny_models import POSITIONS, TinyModels, tiny_model
 from tests.training.rows import Row, chat_model, on_all, talk
+from tinyrl.models.tokens import token_ids
 from tinyrl.training.ppo import text_examples
 from tinyrl.training.rows import Example, join_turns, spans
 from tinyrl.training.sft import Sft, negative_log_likelihood, turns_of
@@ -179,3 +181,18 @@ def test_a_row_longer_than_the_models_positions_is_refused_or_cut(chatty: Path, 
     assert sum(method.train_rows[1][0].learnt) == len("hello") + 1
     with pytest.raises(ValueError, match="1 of 1 examples have more tokens"):
         on_all("sft", chatty, tmp_path, [{"text": "x" * POSITIONS}], task={"on_overlong_prompt": "drop"})
+
+
+def test_a_text_that_no_model_could_read_is_not_tokenised(
+    chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_short(tokenizer: Any, text: str) -> list[int]:
+        assert len(text) < 10_000
+        return token_ids(tokenizer, text)
+
+    monkeypatch.setattr("tinyrl.tasks.answers.token_ids", of_short)
+    rows: list[Row] = [{"prompt": "hi", "completion": "ho"}, {"prompt": "hi", "completion": "x" * 100_000}]
+    method = on_all("sft", chatty, tmp_path, rows, task={"on_overlong_prompt": "drop"})
+    assert len(method.train_rows) == 1
+    with pytest.raises(ValueError, match=r"1 of 2 examples.*row 2"):
+        on_all("sft", chatty, tmp_path, rows)

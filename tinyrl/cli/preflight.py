@@ -12,6 +12,7 @@ from tinyrl.data.readers import reader_of
 from tinyrl.evaluation.targets import Asked, check_asked, check_side, find
 from tinyrl.models.reading import resolve_model_path
 from tinyrl.rewards.budget import check_judge_budgets
+from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import OWN_SIDES, named_run, run_of
 from tinyrl.runs.tracking import check_trackers
@@ -37,6 +38,7 @@ def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
         raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
     _check_task(config)
     check_named(config)
+    check_rubrics(config)
     if config.run.epochs is None:  # else steps are known when rows are: Method.resolve_epochs
         check_judge_budgets(config)
     if reads_rows:
@@ -98,6 +100,7 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
         if config is not None and not asked.as_it_is:
             _check_task(config)
             check_named(config, sections=("reward", "task"))
+            check_rubrics(config)
             check_judge_budgets(config)
 
 

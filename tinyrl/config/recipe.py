@@ -25,7 +25,7 @@ from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
 from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import fields_of
-from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines, quoted
+from tinyrl.config.yaml_reader import dump_plain, parse_inline, parse_plain, parse_with_lines, quoted
 from tinyrl.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
@@ -148,10 +148,10 @@ def override_value(key: str, text: str, where: str) -> Any:
     types = _types_of(key)
     is_null = text.strip() in NULLS and type(None) in types
     if str not in types or not types <= {str, type(None)} or is_null:
-        return parse_plain(text, where)
+        return parse_inline(text, where)
     if text.strip()[:1] in ("'", '"'):
         with suppress(ValueError):
-            value = parse_plain(text, where)
+            value = parse_inline(text, where)
             return value if isinstance(value, str) else text
     return text
 

@@ -72,6 +72,37 @@ def parse_plain(text: str, source: str) -> Any:
     return parse_with_lines(text, source)[0]
 
 
+def parse_inline(text: str, source: str) -> Any:
+    """Parse a value that was typed on a command line. Raises ValueError, naming the `#`, where a comment leaves out a
+    part of a text, or the end of a list. Behind a number or a whole list it is a comment.
+    """
+    comment = _comment_in(text)
+    cut = ""
+    if comment is not None:
+        cut = f"`#` begins a comment, so {truncate(comment)!r} is left out; quote the text that has it"
+    try:
+        value = parse_plain(text, source)
+    except ValueError as error:
+        raise ValueError(f"{error}; {cut}") if cut else error from None
+    if cut and isinstance(value, str | None):
+        raise ValueError(f"{source}: {cut}")
+    return value
+
+
+def _comment_in(text: str) -> str | None:
+    """Return the first comment of a YAML document, from its `#` on; None where there is none."""
+    end = 0
+    try:
+        for token in yaml.scan(text, Loader=_Loader):
+            before, mark, behind = text[end : token.start_mark.index].partition("#")
+            if mark and not before.strip():
+                return mark + behind
+            end = token.end_mark.index
+    except yaml.YAMLError:  # which parsing reports
+        return None
+    return None
+
+
 def parse_with_lines(text: str, source: str) -> tuple[Any, dict[str, int]]:
     """Parse one YAML document; return its value, and the line of each key, by names such as reward.functions[0].use.
 

@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import httpx2
@@ -72,6 +73,32 @@ def limiting_hooks(most: int) -> dict[str, list[Any]]:
         response.stream = LimitedStream(response.stream, most)
 
     return {"request": [ask_plainly], "response": [limit]}
+
+
+last_try: ContextVar[str] = ContextVar("last_try")  # how the last try of a task's request ended
+
+
+class NotingClient(httpx2.AsyncClient):
+    """A client for a library that tries again by itself: it notes in `last_try` how each try ended, so that whoever
+    gives up can say it. Redirects are not followed, and answers have at most `most` bytes.
+    """
+
+    def __init__(self, *, timeout: float, most: int) -> None:
+        super().__init__(
+            timeout=timeout,
+            follow_redirects=False,
+            limits=httpx2.Limits(max_connections=None),
+            event_hooks=limiting_hooks(most),
+        )
+
+    async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        try:
+            answer = await super().send(request, **options)
+        except httpx2.TransportError as error:
+            last_try.set(f"{type(error).__name__}: {error}".removesuffix(": "))
+            raise
+        last_try.set(f"{answer.status_code}: {answer.text}" if answer.is_stream_consumed else f"{answer.status_code}")
+        return answer
 
 
 def without_secrets(text: str, secrets: Iterable[str | None]) -> str:

@@ -32,8 +32,13 @@ def prompt_of(value: Any) -> Prompt:
     """Parse a prompt: text, or messages as `messages_of` reads them. Raises ValueError for others, and empty ones."""
     if not isinstance(value, str | list) or value == []:
         raise ValueError(f"the prompt must be text, or a list of messages, not {value!r:.60}")
-    prompt = value if isinstance(value, str) else messages_of(value, "prompt")
-    if not any(message["content"].strip() or message.get("tool_calls") for message in as_messages(prompt)):
+    if isinstance(value, str):
+        has_content = bool(value) and not value.isspace()
+        prompt = value
+    else:
+        prompt = messages_of(value, "prompt")
+        has_content = any(message["content"].strip() or message.get("tool_calls") for message in prompt)
+    if not has_content:
         raise ValueError("the prompt is empty")
     return prompt
 

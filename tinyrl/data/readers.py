@@ -23,6 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tinyrl.runs.counting import counted
 from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
 PATH_CHARACTERS = 300  # of a path in a sentence: its end is what tells it from others
@@ -45,7 +46,8 @@ def placed_rows(
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
     (reward_model.ground_truth). Raises ValueError naming the place.
     """
-    placed = [(place, plain_row(row, place)) for place, row in islice(reader_of(source, revision=revision)(), most)]
+    read = islice(reader_of(source, revision=revision)(), most)
+    placed = [(place, plain_row(row, place)) for place, row in counted(read, what="rows read")]
     if not placed:
         raise ValueError(f"{source} is empty: no rows in it")
     if columns:
@@ -121,6 +123,8 @@ def _plain(value: Any) -> Any:
 
 def _valid(text: str) -> str:
     """Return a text that is valid Unicode. Raises ValueError for half of a character."""
+    if text.isascii():
+        return text
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -197,11 +201,8 @@ def _read_json(source: str) -> Iterator[tuple[str, Row]]:
 
 
 def _parse_json(text: str, source: str, line: int) -> Any:
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is not JSON; write null or leave the row out")
-
     try:
-        return json.loads(text, parse_constant=refuse, parse_float=_finite)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         where = f"{source}:{line + error.lineno - 1}: broken JSON at column {error.colno}"
         raise ValueError(f"{where}: {error.msg}") from None
@@ -215,6 +216,13 @@ def _finite(text: str) -> float:
     if math.isinf(number):
         raise ValueError(f"{truncate(text)} is larger than any number that is read")
     return number
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON; write null or leave the row out")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _row(value: Any, place: str) -> Row:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none
 HELD_OUT_MOST = 512
+CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
 
@@ -55,7 +56,7 @@ def fingerprint(rows: list[Row]) -> str:
     """Return the SHA-256 of the rows as canonical JSON: a resumed run checks that its data did not change."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), default=str).encode() + b"\n")
+        digest.update(CANONICAL.encode(row).encode() + b"\n")
     return digest.hexdigest()
 
 

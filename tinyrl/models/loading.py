@@ -152,12 +152,32 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
         (folder / TOKENIZER_CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
+def read_config(resolved: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read config.json. Raises ValueError where it names a number of positions that is none, or a dtype that no model
+    computes in: the library reads those as they are.
+    """
+    config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config()):
+        positions = getattr(part, "max_position_embeddings", None)
+        is_count = isinstance(positions, int) and not isinstance(positions, bool) and positions > 0
+        if positions is not None and not is_count:
+            raise ValueError(f"max_position_embeddings is {positions!r}; it must be a whole number of at least 1")
+        dtype = part.dtype
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, dtype)
+        is_floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype not in (None, "auto") and not is_floating:
+            shown = str(dtype).removeprefix("torch.")
+            raise ValueError(f"dtype is {truncate(shown)}; it must be a floating-point one, such as bfloat16")
+    return config
+
+
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """Load a model's config.json. Raises ValueError when it cannot be read."""
     resolved = resolve_model_path(path)
     revision = revision or HUB_DEFAULT
     with reading(f"cannot load a model from {path!r} (config.json)", resolved):
-        return AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
+        return read_config(resolved, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def load_causal_lm(
@@ -183,7 +203,7 @@ def load_causal_lm(
         bits: Any = {"load_in_8bit": True} if quantization == "8bit" else {"load_in_4bit": True, **nf4}
         options["quantization_config"] = BitsAndBytesConfig(**bits)
     with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
-        config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
+        config = read_config(resolved, revision=revision, trust_remote_code=trust_remote_code)
         if random_init:
             return AutoModelForCausalLM.from_config(config, **options).eval()
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]

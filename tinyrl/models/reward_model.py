@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -30,6 +29,7 @@ from tinyrl.models.loading import (
     check_weights,
     embedding_rows,
     load_tokenizer,
+    read_config,
     resolve_model_path,
 )
 from tinyrl.models.logprobs import Head
@@ -123,7 +123,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     resolved = resolve_model_path(path)
     loaded = None
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
-        config = AutoConfig.from_pretrained(resolved, trust_remote_code=trust_remote_code)
+        config = read_config(resolved, trust_remote_code=trust_remote_code)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT

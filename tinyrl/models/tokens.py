@@ -11,10 +11,11 @@ here; its time and memory are not.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
@@ -31,6 +32,7 @@ THOUGHTS = ("<think>", "</think>")
 STAND_IN = f"xx{secrets.token_hex(8)}"
 NAME = f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
 _STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
+PARALLEL = "TOKENIZERS_PARALLELISM"  # read by the library at each call
 CONTEXT = 64  # characters before a text that may change its tokens
 MOST_CHARACTERS = 1_000_000  # of a template (the longest in use have 20,000), and of what it adds to the messages
 DATE = "strftime_now"  # the template's clock; as a variable of task.chat_template_kwargs, the day that it shows
@@ -195,8 +197,34 @@ def readable(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode `text` without the special tokens that a tokenizer adds around it."""
-    if STAND_IN not in text:
-        return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]  # pyright: ignore
+    return token_ids_of(tokenizer, [text])[0]
+
+
+def token_ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Encode each of some texts as `token_ids` does, those without stand-ins in one call."""
+    plain = [text for text in texts if STAND_IN not in text]
+    options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    encoded: Any = tokenizer(plain, add_special_tokens=False, **options)["input_ids"] if plain else []
+    ids = iter(encoded)
+    return [_with_stand_ins(tokenizer, text) if STAND_IN in text else [*map(int, next(ids))] for text in texts]
+
+
+@contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Encode many texts of a call on all cores inside; elsewhere on one, as a process that forks must not."""
+    before = os.environ.get(PARALLEL)
+    os.environ[PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PARALLEL]
+        else:
+            os.environ[PARALLEL] = before
+
+
+def _with_stand_ins(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a text in which stand-ins become ordinary text, and the markers beside them their ids."""
     markers = markers_of(tokenizer)
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         named = markers.everywhere.sub(lambda m: f"{NAME}{markers.ids[m[0]]}z", text)
@@ -204,7 +232,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         return renamed.encode(undisguised(tokenizer, named), add_special_tokens=False).ids
     # A tokenizer in Python: a marker that is encoded in two parts is none.
     parted = _STAND_IN.sub(lambda m: f"{markers.texts[int(m[1])][0]}{STAND_IN}{markers.texts[int(m[1])][1:]}", text)
-    return [token for part in parted.split(STAND_IN) for token in token_ids(tokenizer, part)]
+    return [token for ids in token_ids_of(tokenizer, parted.split(STAND_IN)) for token in ids]
 
 
 @lru_cache(maxsize=8)
@@ -269,8 +297,21 @@ def template_text(
     """Render messages through the tokenizer's chat template, with stand-ins for the markers in their contents. Raises
     ValueError where the template refuses them, renders nothing or too much, or does not mention one of the `variables`.
     """
+    return template_texts(tokenizer, [messages], variables=variables, **options)[0]
+
+
+def template_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: list[list[dict[str, Any]]],
+    *,
+    variables: dict[str, Any],
+    **options: Any,
+) -> list[str]:
+    """Render each of some conversations as `template_text` does, in one call. A refusal may be of any of them."""
+    if not conversations:
+        return []
     template = tokenizer.chat_template
-    roles = ", ".join(message["role"] for message in messages[:8])
+    roles = ", ".join(message["role"] for message in conversations[0][:8])
     for name in variables:  # one that is not mentioned would have no effect
         source = tokenizer.get_chat_template()
         if not re.search(rf"\b{re.escape(name)}\b", source):
@@ -281,20 +322,21 @@ def template_text(
     if DATE in variables:
         options["chat_template"] = _clock(variables[DATE]) + tokenizer.get_chat_template(tools=variables.get("tools"))
         variables = {name: value for name, value in variables.items() if name != DATE}
-    longest = sum(len(str(message.get("content") or "")) for message in messages) * 4 + MOST_CHARACTERS
     owner = repr(tokenizer.name_or_path) if tokenizer.name_or_path else "the model"
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:
             raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
-        messages = disguised(tokenizer, messages)
+        hidden = disguised(tokenizer, conversations)
         variables = disguised(tokenizer, variables)
         try:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False, **options, **variables))
+            texts = [*map(str, tokenizer.apply_chat_template(hidden, tokenize=False, **options, **variables))]
         except MemoryError:
             raise ValueError("it takes more memory than there is") from None
-        if not 0 < len(text.strip()) <= longest:
-            raise ValueError(f"it renders {len(text.strip()):,} characters; 1 to {longest:,} are allowed")
-    return text
+        for messages, text in zip(conversations, texts, strict=True):
+            longest = sum(len(str(message.get("content") or "")) for message in messages) * 4 + MOST_CHARACTERS
+            if not 0 < len(text.strip()) <= longest:
+                raise ValueError(f"it renders {len(text.strip()):,} characters; 1 to {longest:,} are allowed")
+    return texts
 
 
 def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:

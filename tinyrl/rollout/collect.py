@@ -20,7 +20,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, answers
-from tinyrl.tasks.prompts import PreparedPrompt, marker_notes, most_tokens, prepare_prompts
+from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, PromptLimit, marker_notes, most_tokens, prepare_prompts
 from tinyrl.text import ends_in_thought
 from tinyrl.workers.calls import WorkerFunction
 
@@ -222,7 +222,7 @@ def prepare(
     policy: Policy,
     task: Task,
     runner: Runner | None,
-    max_prompt_tokens: int = 1 << 30,
+    limit: PromptLimit = NO_LIMIT,
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
     """Prepare the prompts of rows. openings: texts at the end of each prompt; None: those of the environment."""
@@ -237,7 +237,7 @@ def prepare(
         chat=section.chat,
         system_prompt=None if has_agent else section.system_prompt,
         variables=section.chat_template_kwargs if runner is None else runner.variables,
-        max_prompt_tokens=max_prompt_tokens,
+        limit=limit,
         on_overlong_prompt=section.on_overlong_prompt,
         openings=openings,
     )

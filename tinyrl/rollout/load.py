@@ -27,9 +27,9 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
 from tinyrl.runs.launched import Options
-from tinyrl.runs.resolve import no_room_for_prompt
+from tinyrl.runs.resolve import no_room_for_prompt, room_for_prompt
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
+from tinyrl.tasks.prompts import PreparedPrompt, PromptLimit, most_tokens
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.tasks.run_rows import RunRows, rows_of_run
 
@@ -109,8 +109,8 @@ def load_collector(
     policy = load_policy(config, options=options, teacher=teacher)
     config = policy.config
     runner = load_runner(policy)
-    max_prompt_tokens = prompt_limit(policy, runner)
-    prepared = partial(prepare, policy=policy, task=task, runner=runner, max_prompt_tokens=max_prompt_tokens)
+    limit = prompt_limit(policy, runner)
+    prepared = partial(prepare, policy=policy, task=task, runner=runner, limit=limit)
     train_prompts = prepared(rows.train)
     eval_prompts = prepared(rows.held_out)
     if judge is None:
@@ -154,8 +154,8 @@ def load_runner(policy: Policy) -> Runner | None:
     return AgentRunner(config, positions=policy.positions)
 
 
-def prompt_limit(policy: Policy, runner: Runner | None) -> int:
-    """Return the most tokens of a prompt. Raises ValueError where the longest response leaves no room for one."""
+def prompt_limit(policy: Policy, runner: Runner | None) -> PromptLimit:
+    """Return the limit of prompts. Raises ValueError where the longest response leaves no room for one."""
     generation = policy.config.generation
     longest = longest_response(policy.config, runner)
     positions = policy.positions
@@ -164,13 +164,22 @@ def prompt_limit(policy: Policy, runner: Runner | None) -> int:
         is_longrope = named is not None and positions < named
         raise ValueError(
             no_room_for_prompt(
-                generation.max_new_tokens,
+                policy.config,
                 positions=positions,
                 between=longest - generation.max_new_tokens,
                 limited_by=" (its original_max_position_embeddings, as it has longrope)" if is_longrope else "",
             )
         )
-    return min(generation.max_prompt_tokens, positions - longest)
+    room = positions - longest
+    words = f"generation.max_prompt_tokens={generation.max_prompt_tokens}"
+    if room < generation.max_prompt_tokens:
+        words = f"the {room:,} that responses of up to {longest:,} leave of the model's {positions:,} positions"
+    between = longest - generation.max_new_tokens
+    return PromptLimit(
+        tokens=min(generation.max_prompt_tokens, room),
+        words=words,
+        advice=partial(room_for_prompt, policy.config, positions=positions, between=between),
+    )
 
 
 def load_engine(policy: Policy, runner: Runner | None, prompts: list[PreparedPrompt]) -> tuple[SamplingEngine, str]:

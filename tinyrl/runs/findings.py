@@ -18,6 +18,7 @@ from typing import Any
 from tinyrl.runs.finding import Finding, counted, found_by, in_words
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.runs.records import Points, RunRecords, float_or, read_steps, to_float
+from tinyrl.runs.resolve import positions_named
 from tinyrl.text import one_line
 
 FEWEST_STEPS = 12  # of training, before windows are compared
@@ -492,21 +493,25 @@ def truncation(run: RunRecords) -> Finding | None:
     if not share >= 0.2:
         return None
     limit = setting(run, "generation.max_new_tokens")
+    positions = positions_named(str(run.setting("model.path")))
+    longer = f"Raise the limit: generation.max_new_tokens={2 * limit:.0f}"
+    if positions is not None and 2 * limit >= positions:
+        longer = f"Ask for shorter answers, or take a model with more than {positions:,} positions"
     if run.setting("environment.agent"):
         return Finding(
             name="truncation",
             what=f"{share:.0%} of the episodes have a conversation that is cut off, by environment.max_call_tokens or "
             f"generation.max_new_tokens={limit:.0f}, and are scored as they stand.",
-            change=f"Raise the limits: generation.max_new_tokens={2 * limit:.0f}, of which each call may have an equal "
-            "share, or environment.max_call_tokens, where one of the calls needs more than the others.",
+            change=f"{longer}. Each call may have an equal share of it, or environment.max_call_tokens, where one "
+            "call needs more than the others.",
             figures={"truncated": share, "max_new_tokens": limit},
         )
     return Finding(
         name="truncation",
         what=f"{share:.0%} of the completions are cut off at {limit:.0f} tokens (generation.max_new_tokens) before "
         "they end, and are scored as they stand.",
-        change=f"Raise the limit: generation.max_new_tokens={2 * limit:.0f}. Where nearly all are cut, see whether "
-        "this model writes its end-of-text token: tinyrl check.",
+        change=f"{longer}. Where nearly all are cut, see whether this model writes its end-of-text token: tinyrl "
+        "check.",
         figures={"truncated": share, "max_new_tokens": limit},
     )
 

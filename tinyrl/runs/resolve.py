@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.advice import working_advice
 from tinyrl.config.effect import contradictions
 from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.recipe import build_config
@@ -35,7 +36,7 @@ def resolve(config: Config) -> Config:
                 values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
     lowered: set[str] = set()
-    if config.samples and (positions := _positions(values["model"]["path"])) is not None:
+    if config.samples and (positions := positions_named(values["model"]["path"])) is not None:
         observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
         both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
         for section, name, most in both:
@@ -51,25 +52,56 @@ def resolve(config: Config) -> Config:
 
 def check_room_for_responses(config: Config) -> None:
     """Raise ValueError where a response may fill all positions of the model, as its config.json has them."""
-    positions = _positions(config.model.path)
+    positions = positions_named(config.model.path)
     if not config.samples or positions is None or config.generation.max_new_tokens < positions:
         return
-    raise ValueError(no_room_for_prompt(config.generation.max_new_tokens, positions=positions))
+    raise ValueError(no_room_for_prompt(config, positions=positions))
 
 
-def no_room_for_prompt(max_new_tokens: int, *, positions: int, between: int = 0, limited_by: str = "") -> str:
+def no_room_for_prompt(config: Config, *, positions: int, between: int = 0, limited_by: str = "") -> str:
     """Return the sentence for responses that leave no position for a prompt, with a value that would. between: tokens
     that are read between turns; limited_by: what gives the model fewer positions than its config names.
     """
-    read = f" and up to {between:,} that are read between turns" if between else ""
     room = positions - between
-    change = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
-    if room >= 4:
-        change = f"For example generation.max_new_tokens={room // 2}"
-    return (
-        f"generation.max_new_tokens={max_new_tokens}{read}, but the model has {positions:,} positions for prompt and "
-        f"response{limited_by}. {change}"
-    )
+    advices = [[f"generation.max_new_tokens={room // part}"] for part in (2, 1) if room >= 4]
+    advice = working_advice(config, advices, lambda changed: changed.generation.max_new_tokens < room)
+    if advice is not None:
+        change = f"For example {advice}"
+    elif between:
+        change = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
+    else:
+        change = "Take a model with more positions"
+    limits = _limits(config, between)
+    return f"{limits}, but the model has {positions:,} positions for prompt and response{limited_by}. {change}"
+
+
+def _limits(config: Config, between: int) -> str:
+    """Name the tokens of a response, with those that are read between its turns."""
+    read = f" and up to {between:,} that are read between turns" if between else ""
+    return f"generation.max_new_tokens={config.generation.max_new_tokens}{read}"
+
+
+def room_for_prompt(config: Config, longest: int, *, positions: int, between: int) -> str:
+    """Return what to set for a prompt of `longest` tokens: a longer limit of prompts, and a shorter one of responses
+    where that leaves at least a quarter of theirs; or which limits leave no room.
+    """
+    generation = config.generation
+    left = positions - between - longest
+    longer = [f"generation.max_prompt_tokens={max(longest, generation.max_prompt_tokens)}"]
+    advices = [longer] if longest > generation.max_prompt_tokens else []
+    if 4 * left >= generation.max_new_tokens:
+        shorter = [f"generation.max_new_tokens={left}"]
+        advices += [shorter, [*longer, *shorter]]
+
+    def has_room(changed: Config) -> bool:
+        limits = changed.generation
+        return limits.max_prompt_tokens >= longest and limits.max_new_tokens <= left
+
+    advice = working_advice(config, advices, has_room)
+    if advice is not None:
+        return f"Set {advice}"
+    model = f"the model has {positions:,} positions for prompt and response"
+    return f"No limit of prompts makes room: {model}, and responses have {_limits(config, between)}. Cut the rows"
 
 
 def _checkpoint_of_run(named: Named) -> str:
@@ -148,7 +180,7 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
         raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
 
 
-def _positions(path: str) -> int | None:
+def positions_named(path: str) -> int | None:
     """Return the number of positions of the model in a folder; None where no config.json has it."""
     folder = starter_path(path) or Path(path)
     try:
@@ -158,4 +190,5 @@ def _positions(path: str) -> int | None:
     of_text = facts.get("text_config")
     facts = of_text if isinstance(of_text, dict) else facts
     positions = facts.get("max_position_embeddings", facts.get("n_positions"))
-    return positions if isinstance(positions, int) else None
+    is_count = isinstance(positions, int) and not isinstance(positions, bool) and positions > 0
+    return positions if is_count else None

@@ -5,7 +5,10 @@ Torch is never imported: the caller hands the tokenizer over.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
@@ -15,12 +18,14 @@ from tinyrl.models.tokens import (
     THOUGHTS,
     added_around,
     disguised,
+    on_all_cores,
     template_text,
+    template_texts,
     thought_markers,
-    token_ids,
+    token_ids_of,
     undisguised,
 )
-from tinyrl.runs.signals import watched
+from tinyrl.runs.counting import counted, without_collection
 from tinyrl.tasks import Task
 from tinyrl.text import truncate
 
@@ -28,6 +33,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Chat = Literal["auto"] | bool  # task.chat
+BATCH = 1024  # prompts that are rendered and tokenised in one call
+SHOWN = 200  # characters of a long prompt that are kept
+LEAST_CHARACTERS = 100_000  # of a text that is not tokenised: some tokenizers drop or merge characters
 ASKED = "usersaid"
 ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
 
@@ -51,6 +59,27 @@ class PreparedPrompt:
     opened: str
 
 
+@dataclass(frozen=True)
+class PromptLimit:
+    """The most tokens of a prompt, what gives that limit, and what to set for a prompt of so many."""
+
+    tokens: int
+    words: str
+    advice: Callable[[int], str]
+
+
+NO_LIMIT = PromptLimit(tokens=1 << 30, words="", advice=lambda tokens: "")
+
+
+@dataclass(frozen=True)
+class LongPrompt:
+    """A prompt over the limit. tokens: None where it has too many characters to be tokenised."""
+
+    index: int
+    text: str
+    tokens: int | None
+
+
 def prepare_prompts(
     task: Task,
     rows: list[Row],
@@ -59,37 +88,115 @@ def prepare_prompts(
     chat: Chat,
     system_prompt: str | None,
     variables: dict[str, Any],
-    max_prompt_tokens: int,
     on_overlong_prompt: Literal["error", "drop"],
+    limit: PromptLimit,
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
     """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
-    `max_prompt_tokens` are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the
-    row, for one that cannot be rendered.
+    the limit are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the row, for one that
+    cannot be rendered.
     """
     prepared: list[PreparedPrompt] = []
-    long: list[PreparedPrompt] = []
-    for index, row in enumerate(watched(rows)):
-        own = prompt = prompt_of(task.prompt(row))
-        if openings and (opening := openings[index]) is not None:
-            last = own if isinstance(own, str) else own[-1]["content"]
-            prompt = last + opening if isinstance(own, str) else [*own[:-1], {**own[-1], "content": last + opening}]
-        try:
-            done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
-        except ValueError as error:
-            raise ValueError(f"{error}\n  in row {index + 1}: {beginning(row)}") from error
-        one = PreparedPrompt(index, row, own, done.text, done.tokens, done.opened)
-        (long if len(one.tokens) > max_prompt_tokens else prepared).append(one)
+    long: list[LongPrompt] = []
+    most = most_characters(tokenizer, limit.tokens)
+    how: Any = {"chat": chat, "system_prompt": system_prompt, "variables": variables}
+    parts = range(0, len(rows), BATCH)
+    with on_all_cores(), without_collection():
+        for start in counted(parts, what="prompts rendered and tokenised", each=BATCH, total=len(rows)):
+            own = list[Prompt]()
+            shown = list[Prompt]()
+            places = list[int]()
+            for index in range(start, min(start + BATCH, len(rows))):
+                prompt = prompt_of(task.prompt(rows[index]))
+                opened = prompt if openings is None else with_opening(prompt, openings[index])
+                if characters_of(opened) > most:
+                    long.append(LongPrompt(index, str(as_messages(opened)[0]["content"])[:SHOWN], None))
+                    continue
+                own.append(prompt)
+                shown.append(opened)
+                places.append(index)
+            rendered = _render_rows(tokenizer, shown, places, rows, how)
+            for index, prompt, done in zip(places, own, rendered, strict=True):
+                if len(done.tokens) > limit.tokens:
+                    long.append(LongPrompt(index, done.text[:SHOWN], len(done.tokens)))
+                else:
+                    prepared.append(PreparedPrompt(index, rows[index], prompt, done.text, done.tokens, done.opened))
     if long and (on_overlong_prompt == "error" or not prepared):
-        first = long[0]
-        longest = max(len(one.tokens) for one in long)
-        raise ValueError(
-            f"{len(long)} of {len(rows)} prompts have more than "
-            f"generation.max_prompt_tokens={max_prompt_tokens} tokens "
-            f"(first: row {first.index + 1} with {len(first.tokens)}; longest {longest}): {first.text[:60]!r}...\n"
-            f"Set generation.max_prompt_tokens={longest}, or leave them out with task.on_overlong_prompt=drop."
-        )
+        raise ValueError(_too_long(long, of=len(rows), limit=limit, most_characters=most))
     return prepared
+
+
+def _render_rows(
+    tokenizer: Tokenizer, prompts: list[Prompt], places: list[int], rows: list[Row], how: Any
+) -> list[Rendered]:
+    """Render prompts of the rows at `places` together; one by one where that fails, to name the row that it fails at.
+    Raises ValueError.
+    """
+    with suppress(ValueError):
+        return render_prompts(tokenizer, prompts, **how)
+    rendered = list[Rendered]()
+    for prompt, index in zip(prompts, places, strict=True):
+        try:
+            rendered.append(render_prompt(tokenizer, prompt, **how))
+        except ValueError as error:
+            raise ValueError(f"{error}\n  in row {index + 1}: {beginning(rows[index])}") from error
+    return rendered
+
+
+def _too_long(long: list[LongPrompt], *, of: int, limit: PromptLimit, most_characters: int) -> str:
+    """Return the sentence about prompts that have more tokens than the limit, with what to change."""
+    first = min(long, key=lambda one: one.index)
+    known = [one.tokens for one in long if one.tokens is not None]
+    untokenised = len(long) - len(known)
+    size = f"more than {most_characters:,} characters" if first.tokens is None else f"{first.tokens} tokens"
+    longest = f"; longest {max(known)}" if known and not untokenised else ""
+    change = "Leave them out with task.on_overlong_prompt=drop."
+    if not untokenised:
+        change = f"{limit.advice(max(known))}, or leave them out with task.on_overlong_prompt=drop."
+    return (
+        f"{len(long)} of {of} prompts have more tokens than {limit.words} "
+        f"(first: row {first.index + 1} with {size}{longest}): {first.text[:60]!r}...\n{change}"
+    )
+
+
+class LongText(ValueError):
+    """A text with so many characters that it is not tokenised."""
+
+
+def check_characters(tokenizer: Tokenizer, characters: int, *, tokens: int) -> None:
+    """Raise LongText for a text of so many characters where at most `tokens` tokens are allowed."""
+    most = most_characters(tokenizer, tokens)
+    if characters > most:
+        raise LongText(f"it has {characters:,} characters, and {tokens:,} tokens have at most {most:,}")
+
+
+def with_opening(prompt: Prompt, opening: str | None) -> Prompt:
+    """Return a prompt with an environment's opening at the end of its text or last message."""
+    if opening is None:
+        return prompt
+    if isinstance(prompt, str):
+        return prompt + opening
+    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + opening}]
+
+
+def characters_of(prompt: Prompt | None) -> int:
+    """Return how many characters the contents of a prompt, or of an answer, have."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in prompt or [])
+
+
+def most_characters(tokenizer: Tokenizer, tokens: int) -> int:
+    """Return the most characters of a text that is tokenised where at most `tokens` tokens are allowed: as many as the
+    longest tokens have. Tokenising takes memory and time in proportion to the text, however few tokens are wanted.
+    """
+    return max(LEAST_CHARACTERS, tokens * longest_token(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def longest_token(tokenizer: Tokenizer) -> int:
+    """Return the characters of the longest token as the vocabulary spells it, where a byte has one or more."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
 
 
 def most_tokens(prompts: list[PreparedPrompt]) -> int:
@@ -118,29 +225,80 @@ def render_prompt(
     a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an EOS. Raises ValueError if
     that cannot be done, or the template leaves a message out.
     """
-    prompt = prompt_of(prompt)
+    return render_prompts(tokenizer, [prompt], chat=chat, system_prompt=system_prompt, variables=variables)[0]
+
+
+def render_prompts(
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    *,
+    chat: Chat = "auto",
+    system_prompt: str | None = None,
+    variables: dict[str, Any] | None = None,
+) -> list[Rendered]:
+    """Render and tokenise prompts as `render_prompt` does, in few calls of the template and the tokenizer."""
+    prompts = [prompt_of(prompt) for prompt in prompts]
     variables = variables or {}
     if variables and not tokenizer.chat_template:
         raise ValueError(f"task.chat_template_kwargs={variables}, but this model's tokenizer has no chat template")
-    if not in_chat(tokenizer, chat):
+    if in_chat(tokenizer, chat):
+        conversations = [asked_messages(prompt, system_prompt) for prompt in prompts]
+        return _rendered_by_template(tokenizer, conversations, variables)
+    texts = list[str]()
+    for prompt in prompts:
         if not isinstance(prompt, str):
             why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
             raise ValueError(f"the prompt is a list of chat messages, but {why}; give prompts as text")
-        text = f"{system_prompt}\n\n{prompt}" if system_prompt else prompt
-        tokens = token_ids(tokenizer, text)
+        texts.append(f"{system_prompt}\n\n{prompt}" if system_prompt else prompt)
+    rendered = list[Rendered]()
+    for text, tokens in zip(texts, token_ids_of(tokenizer, texts), strict=True):
         opened = open_thinking(tokenizer, text[-200:])
         bos = [] if tokens[:1] == [tokenizer.bos_token_id] else added_around(tokenizer)[0]
         is_empty = opened.split() == [THOUGHTS[0]]  # in a text of people's own only one that they open at its end
-        return Rendered(text, bos + tokens, opened if is_empty else "")
-    messages = asked_messages(prompt, system_prompt)
-    goes_on = messages[-1]["role"] == "assistant"
-    before = messages[:-1] if goes_on else messages
-    last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
-    text = template_text(tokenizer, messages, variables=variables, **last)
-    check_written(tokenizer, messages, text, variables=variables, **last)
-    asked = template_text(tokenizer, before, variables=variables) if before else ""
-    opened = open_thinking(tokenizer, text[shared_length(text, asked) :])  # a <think> of the template's own
-    return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
+        rendered.append(Rendered(text, bos + tokens, opened if is_empty else ""))
+    return rendered
+
+
+def _rendered_by_template(
+    tokenizer: Tokenizer, conversations: list[list[Message]], variables: dict[str, Any]
+) -> list[Rendered]:
+    """Render conversations through the chat template, as prompts to continue, and tokenise them."""
+    continued = [messages[-1]["role"] == "assistant" for messages in conversations]
+    texts = [""] * len(conversations)
+    for goes_on in {*continued}:
+        places = [place for place, one in enumerate(continued) if one is goes_on]
+        last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        part = [conversations[place] for place in places]
+        for place, text in zip(places, template_texts(tokenizer, part, variables=variables, **last), strict=True):
+            check_written(tokenizer, conversations[place], text, variables=variables, **last)
+            texts[place] = text
+    thoughts = _opened_by_template(tokenizer, conversations, texts, variables)
+    ids = token_ids_of(tokenizer, texts)
+    return [
+        Rendered(undisguised(tokenizer, text), tokens, undisguised(tokenizer, opened))
+        for text, tokens, opened in zip(texts, ids, thoughts, strict=True)
+    ]
+
+
+def _opened_by_template(
+    tokenizer: Tokenizer, conversations: list[list[Message]], texts: list[str], variables: dict[str, Any]
+) -> list[str]:
+    """Return of each rendering the <think> that the template, or a turn that is continued, has opened and not closed:
+    what is not in the rendering of what was asked. A text in which all are closed has none.
+    """
+    opened = [""] * len(texts)
+    places = [place for place, text in enumerate(texts) if open_thinking(tokenizer, text)]
+    before = dict[int, list[Message]]()
+    for place in places:
+        messages = conversations[place]
+        before[place] = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    asked = dict.fromkeys(places, "")
+    rendered = [place for place in places if before[place]]
+    parts = template_texts(tokenizer, [before[place] for place in rendered], variables=variables)
+    asked.update(zip(rendered, parts, strict=True))
+    for place in places:
+        opened[place] = open_thinking(tokenizer, texts[place][shared_length(texts[place], asked[place]) :])
+    return opened
 
 
 def check_written(

@@ -36,6 +36,7 @@ from tinyrl.data.rows import (
     train_eval_split,
     trained_on_too,
 )
+from tinyrl.runs.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
 from tinyrl.tasks.task import Task
@@ -72,6 +73,11 @@ def rows_of_run(config: Config) -> RunRows:
     No more of a file is read than the last step needs, but where rows are shuffled first. Raises ValueError for a bad
     row, with its place.
     """
+    with without_collection():
+        return _rows_of_run(config)
+
+
+def _rows_of_run(config: Config) -> RunRows:
     where = config.task
     kind = row_kind(config)
     is_split = where.data is not None and where.eval_data is None and not kind.has_own_rows

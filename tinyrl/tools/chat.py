@@ -28,7 +28,7 @@ from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import PreparedPrompt, in_chat, prepare_prompts
+from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tasks.turn_text import TurnDetokenizer, turn_text
 from tinyrl.text import escape_control
@@ -180,7 +180,7 @@ class ChatSession(ExitStack):
             chat=where.chat,
             system_prompt=where.system_prompt,
             variables=where.chat_template_kwargs if runner is None else runner.variables,
-            max_prompt_tokens=1 << 30,
+            limit=NO_LIMIT,
             on_overlong_prompt="error",
             openings=openings,
         )

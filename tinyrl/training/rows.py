@@ -21,9 +21,9 @@ from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable
 from tinyrl.rollout.collect import template_warnings
-from tinyrl.runs.signals import watched
+from tinyrl.runs.counting import counted
 from tinyrl.tasks.answers import render_answer
-from tinyrl.tasks.prompts import marker_notes, shows_tools
+from tinyrl.tasks.prompts import LongText, characters_of, check_characters, marker_notes, shows_tools
 from tinyrl.tasks.run_rows import RunRows, hidden_tools, keys_of, shared_by_splits
 from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
@@ -105,19 +105,27 @@ class RowMethod(Method):
         task.on_overlong_prompt=drop. Raises ValueError, quoting the row, for others.
         """
         read: list[list[Example]] = []
-        for row in watched(rows):
+        long = list[tuple[int, str]]()  # places of long examples, and their lengths in words
+        untokenised = 0
+        most, limit = self.limit
+        for place, row in enumerate(counted(rows, what="rows tokenised", total=len(rows))):
+            examples = list[Example]()
             try:
-                read.append(self.examples(row))
+                examples = self.examples(row)
+            except LongText as error:  # all of the row
+                long.append((place, str(error)))
+                untokenised += 1
             except ValueError as error:
                 raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
-        most, limit = self.limit
-        long = [(place, one.length) for place, row in enumerate(read) for one in row if one.length > most]
+            read.append(examples)
+            long += [(place, f"{one.length} tokens") for one in examples if one.length > most]
         fitting = [[one for one in row if one.length <= most] for row in read]
         if long:
-            place, tokens = long[0]
+            place, size = long[0]
+            count = sum(map(len, read)) + untokenised
             what = (
-                f"{len(long)} of {sum(map(len, read))} examples have more tokens, prompt and answer, than {limit} "
-                f"(the first {tokens}, in row {place + 1})"
+                f"{len(long)} of {count} examples have more tokens, prompt and answer, than {limit} "
+                f"(the first in row {place + 1}: {size})"
             )
             if self.config.task.on_overlong_prompt == "error" or not any(fitting):
                 raise ValueError(f"{what}. Cut them, or leave them out with task.on_overlong_prompt=drop")
@@ -143,8 +151,12 @@ def tokens_of(row: list[Example]) -> int:
 def rendered(
     policy: Policy, prompt: Prompt | None, answer: Side, *, system_prompt: str | None, tools: list[Any] | None = None
 ) -> Example:
-    """Tokenise an answer behind its prompt. Raises ValueError where the chat template cannot write it."""
+    """Tokenise an answer behind its prompt. Raises ValueError where the chat template cannot write it, and LongText for
+    what is longer than the model's positions, whatever its tokens are.
+    """
     where = policy.config.task
+    characters = characters_of(prompt) + characters_of(answer)
+    check_characters(policy.tokenizer, characters, tokens=policy.positions)
     how = {"chat": where.chat, "system_prompt": system_prompt, "variables": where.chat_template_kwargs, "tools": tools}
     tokens, target = render_answer(policy.tokenizer, prompt, answer, **how)
     return Example(tokens, (target,))

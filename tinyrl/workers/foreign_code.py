@@ -8,7 +8,8 @@ from pathlib import Path
 from tinyrl.config.schema import Config
 from tinyrl.runs.launched import launched
 from tinyrl.text import one_line
-from tinyrl.workers.loading import HERE, OWN_PACKAGE, FunctionSource, parse_use
+from tinyrl.workers.imports import OWN_PACKAGE
+from tinyrl.workers.loading import HERE, FunctionSource, parse_use
 
 SHOWN = 200  # characters of a path
 MOST_SHOWN = 4

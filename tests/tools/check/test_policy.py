@@ -167,7 +167,7 @@ def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatc
     config = load_config("grpo", "starter-grpo", overrides=[])
     prompts = [SimpleNamespace(tokens=[0]) for _ in range(20)]
     collector: Any = SimpleNamespace(
-        config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64), runner=None
+        config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64), runner=None, longest_response=8
     )
     trial = look(collector, knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)

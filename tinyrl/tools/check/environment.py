@@ -19,6 +19,7 @@ from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Re
 from tinyrl.environments.tool_calls import CALL_FAILED
 from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
+from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, one_line
@@ -96,6 +97,7 @@ class PlayedScripts:
     hidden_tools: bool = False
     max_turns: int = 1
     max_observation_tokens: int = 0
+    most_observation_tokens: int = 1 << 30  # that the model has positions for
 
     @property
     def asked(self) -> list[tuple[str, str]]:
@@ -177,6 +179,14 @@ def answers_by_chance(trial: PlayedScripts) -> Finding | None:
     )
 
 
+def room_for_observation(config: Config) -> int:
+    """Return the most tokens that each reply of an episode may have, beside its responses and a prompt of one token."""
+    positions = positions_named(config.model.path)
+    if positions is None:
+        return 1 << 30
+    return (positions - 1 - config.generation.max_new_tokens) // max(1, config.environment.max_turns - 1)
+
+
 def no_turn_to_read_a_reply(trial: PlayedScripts) -> Finding | None:
     if trial.max_turns > 1 or not trial.asked:
         return None
@@ -193,11 +203,14 @@ def replies_are_cut(trial: PlayedScripts) -> Finding | None:
     typical = median(len(text) for _, text in trial.asked) / CHARS_A_TOKEN if trial.asked else 0.0
     if typical <= 2 * limit:
         return None
-    most = -(-trial.longest // CHARS_A_TOKEN)
+    most = min(-(-trial.longest // CHARS_A_TOKEN), trial.most_observation_tokens)
+    change = "Shorter replies, fewer environment.max_turns, or a model with more positions."
+    if most > limit:
+        change = f"environment.max_observation_tokens={most}."
     return Finding(
         name="replies are cut",
         what=f"Half of the replies have some {typical:.0f} tokens or more, and the policy reads the first {limit}.",
-        change=f"environment.max_observation_tokens={most}, within the model's positions.",
+        change=change,
         figures={"typical": typical, "limit": float(limit)},
     )
 
@@ -238,7 +251,9 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         worker=task.replies_worker(timeout_s=config.environment.seconds),
     )
     trial = PlayedScripts(
-        max_turns=config.environment.max_turns, max_observation_tokens=environment.max_observation_tokens
+        max_turns=config.environment.max_turns,
+        max_observation_tokens=environment.max_observation_tokens,
+        most_observation_tokens=room_for_observation(config),
     )
     with closing(environment):
         environment.start()

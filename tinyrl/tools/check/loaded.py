@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.config.advice import longer_responses
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
 from tinyrl.generation.engine import Request, SamplingEngine, eos_token_ids
@@ -24,7 +25,7 @@ from tinyrl.rollout.collect import Collector, template_fault
 from tinyrl.rollout.records import completion_text
 from tinyrl.runs.finding import Finding
 from tinyrl.tasks.answers import answer_end
-from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
+from tinyrl.tasks.prompts import PreparedPrompt, most_tokens, render_prompt
 from tinyrl.text import truncate
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
@@ -123,7 +124,11 @@ def _room_for_gold(collector: Collector) -> Check:
     if not lengths or lengths[len(lengths) // 2] <= limit:
         return Check(name, "ok", f"they have at most {lengths[-1]} tokens" if lengths else "there are none")
     said = f"half of them have {lengths[len(lengths) // 2]} tokens or more, and a completion at most {limit}"
-    return Check(name, "wrong", said, f"generation.max_new_tokens={2 * lengths[-1]}.")
+    between = collector.longest_response - limit
+    room = collector.policy.positions - most_tokens(collector.train_prompts) - between
+    advice = longer_responses(collector.config, (2 * lengths[-1], lengths[-1]), room=room)
+    change = f"Take a model with more positions: prompts leave {room:,} of {collector.policy.positions:,}."
+    return Check(name, "wrong", said, change if advice is None else f"{advice}.")
 
 
 # ---- checks of a model ----

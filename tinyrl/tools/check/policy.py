@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from tinyrl.config.advice import longer_responses
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
@@ -49,7 +50,8 @@ class Trial:
     """What a policy answered before its first step. A figure that is not known is NaN, for which no condition holds.
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have;
+    answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have,
+    without what is read between its turns;
     prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took;
     player: the environment or agent that plays the episodes, as messages name it.
     """
@@ -201,6 +203,7 @@ def look(
         seconds_a_prompt = (now - before) / len(some)
         fitting = max(0, min(at_a_time, math.floor(left / max(seconds_a_prompt, 1e-9))))
     environment = None if collector.runner is None else collector.runner.environment
+    between = collector.longest_response - config.generation.max_new_tokens
     return Trial(
         config,
         groups,
@@ -208,7 +211,7 @@ def look(
         player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
         knows_gold=knows_gold,
         rollout_seconds=seconds_a_row * config.on_policy.batch_size,
-        positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there),
+        positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there) - between,
         prompts_there=len(there),
         prompts_wanted=len(chosen),
         seconds=time.perf_counter() - started,
@@ -351,9 +354,10 @@ def cut_off(trial: Trial) -> Finding | None:
     if not 0.2 <= trial.truncated < 0.98:
         return None
     room = int(min(2 * trial.limit, trial.positions))
+    advice = longer_responses(trial.config, [room] if room >= 1.5 * trial.limit else [], room=room)
     change = "Ask for shorter answers (task.system_prompt), or take a model with more positions."
-    if room >= 1.5 * trial.limit:
-        change = f"Raise the limit: generation.max_new_tokens={room}."
+    if advice is not None:
+        change = f"Raise the limit: {advice}."
     return _cut(trial, name="cut off", change=change)
 
 

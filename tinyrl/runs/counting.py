@@ -1,0 +1,41 @@
+"""Progress of long work before a run has a display: a line to stderr every few seconds, from one process."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
+
+from tinyrl.runs.launched import launched
+from tinyrl.runs.signals import watched
+
+LINE_EVERY_S = 5.0  # and so none of work that is shorter
+T = TypeVar("T")
+
+
+def counted(items: Iterable[T], *, what: str, each: int = 1, total: int | None = None) -> Iterator[T]:
+    """Yield the items, checking for a stop; print how many are done, each of which counts for `each` of `what`."""
+    due = time.monotonic() + LINE_EVERY_S
+    for place, item in enumerate(watched(items)):
+        if time.monotonic() > due:
+            of_all = "" if total is None else f" of {total:,}"
+            if launched().rank == 0:
+                with suppress(OSError):  # a terminal that is gone
+                    print(f"{what}: {place * each:,}{of_all}", file=sys.stderr, flush=True)
+            due = time.monotonic() + LINE_EVERY_S
+        yield item
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause the garbage collector, which would look through all rows again and again while they become more."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
