@@ -112,14 +112,6 @@ def test_calls_are_read_in_the_form_of_the_template(
     assert form.in_text == (template in (HERMES, None))
 
 
-@pytest.mark.parametrize(("template", "call"), [(HERMES, "<tool_call>ONE</tool_call>"), (MISTRAL, "[TOOL_CALLS][ONE]")])
-def test_text_behind_a_call_ends_before_a_stop_string_that_is_not_shown(template: str, call: str) -> None:
-    form = call_form(tokenizer_of(template), {})
-    tokens = token_ids(form.tokenizer, written(f"{call} bye bye STOP"))
-    text = str(form.tokenizer.decode(tokens, skip_special_tokens=True)).removesuffix(" STOP")
-    assert form.read(text, tokens, tools=TOOLS) == (" bye bye", [ADDED])
-
-
 @pytest.mark.parametrize(
     ("template", "call"),
     [

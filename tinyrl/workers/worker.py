@@ -130,6 +130,8 @@ class Loaded:
             self._file = getattr(getattr(here, "__code__", None), "co_filename", None)
             return here
         self._file = file
+        # Python takes a compiled file for that of a source of the same second and length: an edit would go unnoticed.
+        sys.dont_write_bytecode = True
         if module:
             return getattr(importlib.import_module(module), function)
         stem = os.path.splitext(os.path.basename(file))[0]
