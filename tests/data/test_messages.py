@@ -154,3 +154,11 @@ def test_an_empty_prompt_and_other_values_are_refused():
     for prompt in (" \n", None, 7, [], ["hi"], [{"role": "user", "content": None}], {"role": "user"}):
         with pytest.raises(ValueError, match="prompt"):
             prompt_of(prompt)
+
+
+def test_a_key_given_twice_in_the_json_of_a_column_or_a_call_is_refused():
+    call = {"name": "add", "arguments": '{"a": 1, "a": 2}'}
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
+    with pytest.raises(ValueError, match=r"'tools'.*'type' is given twice"):
+        tools_of('[{"type": "function", "type": "x"}]')
