@@ -16,7 +16,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.prompts import PreparedPrompt, prepare_prompts
 
 REWARDS = """
     import time
@@ -26,6 +26,10 @@ REWARDS = """
 
     def in_message(prompts, completions, answer, **columns):
         return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def whole_answer(prompts, completions, answer, **columns):
+        assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+        return [float(a == c[0]["content"]) for c, a in zip(completions, answer)]
 
     def length(prompts, completions, **columns):
         return [{"nan": float("nan"), "none": None}.get(c, len(c)) for c in completions]
@@ -94,6 +98,23 @@ def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: P
     for answer, others in (("a", 0), (None, 5)):
         with pytest.raises(ExplainedByCheck, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivision"):
             warning(tmp_path, "raises", answer=answer, others=others)
+
+
+def test_a_reward_gets_the_question_and_the_whole_answer_that_the_prompt_begins(tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, {"whole_answer": 1.0})
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    prompt = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "<answer>"}]
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 99}
+    rows = [{"prompt": prompt, "answer": "<answer>Paris</answer>"}]
+    (one,) = prepare_prompts(load_task("rows"), rows, tokenizer=tokenizer, on_overlong_prompt="error", **how)
+    texts = ["Paris</answer>", "<answer>Paris</answer>", "Rome</answer>"]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    try:
+        assert scorer([one] * 3, tokens).rewards.tolist() == [1.0, 0.0, 0.0]
+        assert scorer.check_gold([one]) is None
+    finally:
+        scorer.close()
 
 
 def test_the_warning_of_a_gold_answer_names_the_row_by_the_end_of_its_question(tmp_path: Path) -> None:

@@ -155,6 +155,20 @@ def test_each_turn_of_a_conversation_is_exact():
     ]
 
 
+def test_a_message_goes_on_with_a_begun_one_and_is_closed_once() -> None:
+    prompt = [USER, {"role": "assistant", "content": "It is "}]
+    row = {"prompt": prompt, "completion": said("4."), "tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert turns_of(tokenizer_with(TOOLS), row) == [(f"(add){ASKED}It is ", "4.<eos>")]
+    row = {"prompt": prompt, "completion": [*said("4."), USER, *said("4")]}
+    assert turns_of(tokenizer_with(END), row) == [
+        ("[user]2+2?<end>\n[assistant]It is ", "4.<end>"),
+        ("[user]2+2?<end>\n[assistant]It is 4.<end>\n[user]2+2?<end>\n[assistant]", "4<end>"),
+    ]
+    assert turns_of(tokenizer_with(PLAIN), {"messages": [*prompt, *said("4.")]})[1] == (
+        f"{ASKED}It is <eos>\n[assistant]", "4.<eos>"
+    )  # fmt: skip
+
+
 def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
     turn = "{{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %}"
     tokenizer = small_tokenizer(template=f"{{% for m in messages %}}{turn}{{% endfor %}}")

@@ -22,7 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training import dpo, load
 from tinyrl.training.dpo import logprobs_of
-from tinyrl.training.rows import Example
+from tinyrl.training.rows import Example, spans
 from tinyrl.training.step import Updater, role_optimizers
 
 SIX = [
@@ -237,6 +237,20 @@ def test_turns_that_the_template_writes_otherwise_later_are_read(tmp_path: Path)
     assert dpo.REWRITTEN in method.notes
     whole = on_all("dpo", chat_model(tmp_path / "whole", CHAT), tmp_path, lines)
     assert dpo.REWRITTEN not in whole.notes
+
+
+def test_pairs_go_on_with_the_message_that_their_prompt_begins(tmp_path: Path) -> None:
+    """Of the answer only what is behind its beginning is learnt; a turn with a weight of 0 is read."""
+    begun = [*talk("a"), assistant("I ")]
+    unlearnt = [{**assistant("no"), "weight": 0}, *talk("why"), assistant("not")]
+    lines = [{"prompt": begun, "chosen": [assistant("do")], "rejected": unlearnt}]
+    method = on_all("dpo", chat_model(tmp_path / "chat", CHAT), tmp_path, lines)
+    (pair,) = pairs_of(method)
+    pieces = [(name, str(method.policy.tokenizer.decode(tokens))) for name, tokens in spans(pair)]
+    assert pieces == [
+        ("read", "user:a<eos>assistant:I "), ("chosen", "do<eos>"),
+        ("read", "no<eos>user:why<eos>assistant:"), ("rejected", "not<eos>"),
+    ]  # fmt: skip
 
 
 def test_a_prompt_that_its_chats_do_not_begin_with_is_refused_by_its_line(model: Path, tmp_path: Path) -> None:

@@ -113,10 +113,13 @@ class AnswerWriter:
         if answer.body.return_token_ids:
             fields = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
-            before, calls = self.form.read(content, sequence.tokens, tools=answer.body.tools, opened=answer.text)
+            begun = answer.begun
+            before, calls = self.form.read(
+                begun + content, sequence.tokens, tools=answer.body.tools, opened=begun + answer.text
+            )
             if calls and not any(call.problem for call in calls):
                 return EndedChoice(
-                    content=before.rstrip() or None,
+                    content=before[len(begun) :].rstrip() or None,
                     calls=call_entries(calls, of=[*sequence.prompt, *sequence.tokens]),
                     reason="tool_calls",
                     logprobs=logprobs,

@@ -259,4 +259,4 @@ class Episodes(AbstractContextManager):
     def _given(self, samples: list[int]) -> tuple[list[Any], list[Transcript], dict[str, list[Any]]]:
         prompts = [self.prompts[i] for i in samples]
         columns = {"seed": [self.seeds[i] for i in samples], **row_columns([p.row for p in prompts])}
-        return [p.prompt for p in prompts], [self.episodes[i].transcript for i in samples], columns
+        return [p.question for p in prompts], [self.episodes[i].transcript for i in samples], columns

@@ -190,7 +190,7 @@ class Scorer:
         has_gold = self.task.gold(prompts[0].row) is not None
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:TRIED_PROMPTS]:
-            texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
+            texts = (prompt.rest_of(self.task.gold(prompt.row) or ""), "", NONSENSE)
             answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in texts]
             scores = self([prompt] * TRIED_ANSWERS, answers)
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
@@ -229,7 +229,7 @@ class Scorer:
 
         def call() -> list[RowResults]:
             answers = self._reward_inputs(prompts, completions, transcripts)
-            texts = [p.prompt for p in prompts]
+            texts = [p.question for p in prompts]
             columns = row_columns([p.row for p in prompts])
             columns |= {"completion_ids": completions}
             self._note_duplicates(prompts, answers)
@@ -281,7 +281,7 @@ class Scorer:
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RowResults:
         assert self.verifier is not None
-        found = self.verifier([p.prompt for p in prompts], answers, row_columns([p.row for p in prompts]))
+        found = self.verifier([p.question for p in prompts], answers, row_columns([p.row for p in prompts]))
         results = self._noted(self.verifier, found, prompts)
         return keep_verdicts(results, self.task.name) if self.task.right_or_wrong else results
 
@@ -336,7 +336,7 @@ class Scorer:
             for i, p in enumerate(prompts):
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
-                rows.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
+                rows.append(reward_tokens(self.model.tokenizer, p.question, text, **how))
             scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
         scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
         unusable = [row for row, score in enumerate(scores) if math.isnan(score)]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
+from tinyrl.data.turns import Side
 from tinyrl.models.tokens import THOUGHTS, disguised, markers_of, template_text, token_ids, tokens_behind
 from tinyrl.tasks.prompts import (
     ANSWER,
@@ -213,7 +213,7 @@ def render_answer(
             target = token_ids(tokenizer, answer.rstrip() if ends else answer)
             return [start], _ended(target[1:] if target[:1] == [start] else target, eos)
         how: Any = {"chat": chat, "variables": variables}
-        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, **how)
+        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, tools=tools, **how)
         return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"

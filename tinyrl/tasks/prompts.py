@@ -6,12 +6,16 @@ Torch is never imported: the caller hands the tokenizer over.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Row
+from tinyrl.data.turns import MARKS, NOT_CONTENT
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids, undisguised
 from tinyrl.runs.signals import watched
 from tinyrl.tasks import Task
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Chat = Literal["auto"] | bool  # task.chat
+READ_HERE = {"role", "content", "tool_call_id", "id", *MARKS}  # keys of messages that are read without a template
 ASKED = "usersaid"
 ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
 
@@ -29,12 +34,16 @@ ANSWER = "policysaid"  # contents that are rendered to see what the template wri
 class Rendered:
     text: str
     tokens: list[int]
-    opened: str  # "<think>..." that the prompt opened at its end and did not close; "" otherwise
+    opened: (
+        str  # the beginning of the answer at its end: "<think>..." that is not closed, the assistant's message; or ""
+    )
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A row and its prompt: as the data has it, and rendered (with an environment's opening at the end)."""
+    """A row and its prompt: as the data has it, and rendered (with an environment's opening at the end). Whoever reads
+    a completion as text reads `opened` and the sampled tokens' text behind it; the tokens are those sampled.
+    """
 
     index: int  # of the row in its split
     row: Row
@@ -42,6 +51,16 @@ class PreparedPrompt:
     text: str
     tokens: list[int]
     opened: str
+
+    @property
+    def question(self) -> Prompt:
+        """Return the prompt without the beginning of the answer, for whoever reads it beside the whole answer."""
+        begins_answer = not isinstance(self.prompt, str) and self.prompt[-1]["role"] == "assistant"
+        return self.prompt[:-1] if begins_answer else self.prompt
+
+    def rest_of(self, answer: str) -> str:
+        """Return what is left to write of a whole answer, such as a gold one, behind the beginning that is there."""
+        return answer.removeprefix(self.opened)
 
 
 def prepare_prompts(
@@ -102,14 +121,15 @@ def render_prompt(
     chat: Chat = "auto",
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> Rendered:
     """Render and tokenise a prompt, ready for the model to continue.
 
     With the tokenizer's chat template (`chat` True, or "auto" if it has one) text becomes one user message, the system
     prompt replaces a system message of the data, and messages that end with the assistant are continued; `variables`
-    go to the template (enable_thinking). Without it the text stays as it is, after the system prompt and an empty line;
-    a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an EOS. Raises ValueError if
-    that cannot be done, or the template leaves a message out.
+    go to the template (enable_thinking), and `tools` of a row. Without it the text stays as it is, after the system
+    prompt and an empty line; a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an
+    EOS. Raises ValueError if that cannot be done, or the template leaves a message out.
     """
     prompt = prompt_of(prompt)
     variables = variables or {}
@@ -127,12 +147,25 @@ def render_prompt(
     messages = asked_messages(prompt, system_prompt)
     goes_on = messages[-1]["role"] == "assistant"
     before = messages[:-1] if goes_on else messages
-    last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    last: dict[str, Any] = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    if tools:
+        last["tools"] = tools
     text = template_text(tokenizer, messages, variables=variables, **last)
     check_written(tokenizer, messages, text, variables=variables, **last)
     asked = template_text(tokenizer, before, variables=variables) if before else ""
     opened = open_thinking(text[shared_length(text, asked) :])  # a <think> of the template's own
+    if goes_on:
+        opened = max(opened, _begun(tokenizer, text, messages[-1]["content"]), key=len)
     return Rendered(undisguised(tokenizer, text), token_ids(tokenizer, text), undisguised(tokenizer, opened))
+
+
+def _begun(tokenizer: Tokenizer, text: str, content: str) -> str:
+    """Return the content of a prompt's last message as the template wrote it at the end of `text`, which may be without
+    the spaces around it.
+    """
+    written = disguised(tokenizer, content, own=True)
+    start = text.rfind(written.rstrip())
+    return text[start if start >= 0 else text.rfind(written.strip()) :]
 
 
 def check_written(
@@ -171,6 +204,47 @@ def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[s
     found = [number for number, row in enumerate(rows, start=1) if marked(row)]
     what = "contain a marker of the model, which is read as plain text; if it is rendered already, set task.chat=false"
     return [f"{len(found):,} of {len(rows):,} rows (first: row {found[0]}) {what}"] if found else []
+
+
+def unread_key_notes(
+    tokenizer: Tokenizer, conversations: Iterable[list[Message]], *, chat: Chat, variables: dict[str, Any]
+) -> list[str]:
+    """Return a line for each key of messages without which the chat template writes the same. It is tried on the first
+    message of each shape: a role, and the keys that hold something.
+    """
+    if not in_chat(tokenizer, chat):
+        return []
+    unread = dict[tuple[str, tuple[str, ...]], list[str]]()
+    counts = Counter[tuple[str, str]]()
+    for messages in conversations:
+        for place, message in enumerate(messages):
+            names = tuple(sorted(name for name, value in message.items() if value not in ("", [], {})))
+            shape = (message["role"], names)
+            if shape not in unread:
+                unread[shape] = _unread_keys(tokenizer, messages[: place + 1], names, variables=variables)
+            counts.update((message["role"], name) for name in unread[shape])
+    notes = list[str]()
+    for (role, name), count in counts.items():
+        what = f"`{truncate(name)}` of {count:,} messages of the role {truncate(role)} is not shown to the model"
+        kind = "warning: " if name in NOT_CONTENT else ""
+        notes.append(f"{kind}{what}: its chat template writes the same without it")
+    return notes
+
+
+def _unread_keys(
+    tokenizer: Tokenizer, messages: list[Message], names: Iterable[str], *, variables: dict[str, Any]
+) -> list[str]:
+    """Return which keys of the last message change nothing in the rendering, of those that the template alone reads."""
+    tried = [name for name in names if name not in READ_HERE]
+    *before, last = messages
+    unread = list[str]()
+    with suppress(ValueError):  # a template that does not write such a message refuses the row itself
+        whole = template_text(tokenizer, messages, variables=variables) if tried else ""
+        for name in tried:
+            without = {key: value for key, value in last.items() if key != name}
+            if template_text(tokenizer, [*before, without], variables=variables) == whole:
+                unread.append(name)
+    return unread
 
 
 def open_thinking(text: str) -> str:

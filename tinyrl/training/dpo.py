@@ -27,9 +27,10 @@ from torch import Tensor
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
-from tinyrl.data.formats import Side, preference
-from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.formats import preference
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
+from tinyrl.data.turns import Side, learnt_turns
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference
@@ -72,13 +73,13 @@ class Dpo(RowMethod):
     def examples(self, row: Row) -> list[Example]:
         """Put both sides behind the tokens that their prompts have in common. Every turn of the assistant is learnt."""
         pair = preference(row)
-        sides = [self.side(pair.prompt, answer) for answer in pair.answers]
+        sides = [self.side(pair.prompt, answer, continues=pair.continues) for answer in pair.answers]
         at = common_length([side.prompt for side in sides])
         answers = tuple(side.texts[0][at:] for side in sides)
         masks = tuple([False] * (len(side.prompt) - at) + side.listed()[0] for side in sides)
         return [Example(sides[0].prompt[:at], answers, None if all(map(all, masks)) else masks)]
 
-    def side(self, prompt: Prompt | None, answer: Side) -> Example:
+    def side(self, prompt: Prompt | None, answer: Side, *, continues: bool) -> Example:
         """Tokenise an answer, or the turns of the assistant in a conversation, each behind all before it. Where the
         template writes a turn otherwise once others follow (it strips its thinking), only the turns behind the last
         such one are learnt, which is noted.
@@ -86,12 +87,10 @@ class Dpo(RowMethod):
         system_prompt = self.config.task.system_prompt
         if isinstance(answer, str):
             return rendered(self.policy, prompt, answer, system_prompt=system_prompt)
-        messages = as_messages(prompt)
-        turns: list[Example] = []
-        for place, message in enumerate(answer):
-            if message["role"] == "assistant":
-                before = [*messages, *answer[:place]]
-                turns.append(rendered(self.policy, before, [message], system_prompt=system_prompt))
+        turns = [
+            rendered(self.policy, turn.prompt, turn.answer, system_prompt=system_prompt)
+            for turn in learnt_turns(prompt, answer, continues=continues)
+        ]
         parts = join_turns(turns)
         if len(parts) > 1 and REWRITTEN not in self.notes:
             self.notes.append(REWRITTEN)

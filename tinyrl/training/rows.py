@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from tinyrl.data.formats import EQUAL, Side, beginning, leave_out
+from tinyrl.data.formats import EQUAL, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, with_num_steps
+from tinyrl.data.turns import Side
 from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
@@ -23,7 +24,7 @@ from tinyrl.models.tokens import readable
 from tinyrl.rollout.collect import template_warnings
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import render_answer
-from tinyrl.tasks.prompts import marker_notes, shows_tools
+from tinyrl.tasks.prompts import marker_notes, shows_tools, unread_key_notes
 from tinyrl.tasks.run_rows import RunRows, hidden_tools, keys_of, shared_by_splits
 from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
@@ -45,9 +46,15 @@ class RowMethod(Method):
         self.row_fingerprints = fingerprints(rows.train, rows.held_out)
         self.train_rows = self.tokenised(rows.train)
         self.held_out = self.tokenised(rows.held_out)
-        self.notes += marker_notes(self.tokenizer, rows.train + rows.held_out, chat=self.config.task.chat)
-        if not shows_tools(self.tokenizer, self.config.task.chat):
-            self.notes += hidden_tools(rows.train + rows.held_out, self.kind)
+        chat = self.config.task.chat
+        every_row = rows.train + rows.held_out
+        self.notes += marker_notes(self.tokenizer, every_row, chat=chat)
+        different = {id(row): row for row in every_row}  # of few rows, held-out ones are those to train on
+        conversations = (messages for row in different.values() for messages in self.kind.conversations(row))
+        variables = self.config.task.chat_template_kwargs
+        self.notes += unread_key_notes(self.tokenizer, conversations, chat=chat, variables=variables)
+        if not shows_tools(self.tokenizer, chat):
+            self.notes += hidden_tools(every_row, self.kind)
         if self.config.run.eval_prompts:
             system_prompt = self.config.task.system_prompt
             self.notes += few_held_out(keys_of(rows.held_out, self.kind, system_prompt=system_prompt))
