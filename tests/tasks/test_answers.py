@@ -11,7 +11,7 @@ from tests.tasks.test_prompts import small_tokenizer
 from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.data.formats import text_examples
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
-from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer
+from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer, template_fault
 from tinyrl.tasks.prompts import render_prompt, token_ids
 
 HOW: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
@@ -334,6 +334,16 @@ def test_a_template_with_a_space_before_the_end_closes_a_turn_once() -> None:
     observations = ObservationTokens(tokenizer, chat=True, variables={}, max_tokens=99)
     read = observations(["two"], ended_at=tokenizer.eos_token_id).tokens
     assert prompt + target + read == rendered_by_the_library(tokenizer, CHAT)
+
+
+def test_a_turn_that_the_next_roles_marker_ends_is_learnt_through_eos_and_no_fault() -> None:
+    tokenizer = marked_tokenizer()
+    how: Any = {"chat": "auto", "variables": {}}
+    assert render_answer(tokenizer, CHAT[:1], CHAT[1:2], **HOW)[1][-1] == tokenizer.eos_token_id
+    assert template_fault(tokenizer, {tokenizer.eos_token_id}, **how) is None
+    assert template_fault(tokenizer, {0}, **how) is not None
+    tokenizer.chat_template = MARKED.replace("{{ m.content }}", "{{ m.content }}END")
+    assert template_fault(tokenizer, {tokenizer.eos_token_id}, **how) is not None
 
 
 def test_the_next_roles_marker_is_read_once_whichever_token_ended_the_turn() -> None:

@@ -86,7 +86,7 @@ class RewardModel(RowMethod):
         """Return how prompts are written; saved with the weights, so that scoring writes them the same way."""
         return TextFormat.of_run(self.config)
 
-    def examples(self, row: Row) -> list[Example]:
+    def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
         one = labelled(row) if self.kind.has_labels else preference(row)
         how = {"text_format": self.text_format, "max_tokens": self.room}
