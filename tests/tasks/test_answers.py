@@ -155,6 +155,17 @@ def test_each_turn_of_a_conversation_is_exact():
     ]
 
 
+def test_a_greeting_is_context_for_a_template_that_needs_a_question() -> None:
+    """As Qwen3.5's."""
+    asks = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('none') }}{% endif %}"
+    )
+    row = {"messages": [{"role": "system", "content": "be"}, *said("hello"), USER, ANSWER]}
+    assert turns_of(tokenizer_with(asks + PLAIN), row) == [
+        (f"[system]be<eos>\n[assistant]hello<eos>\n{ASKED}", "4<eos>")
+    ]
+
+
 def test_a_message_goes_on_with_a_begun_one_and_is_closed_once() -> None:
     prompt = [USER, {"role": "assistant", "content": "It is "}]
     row = {"prompt": prompt, "completion": said("4."), "tools": [{"type": "function", "function": {"name": "add"}}]}

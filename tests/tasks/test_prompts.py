@@ -219,8 +219,9 @@ def test_a_begun_answer_is_no_part_of_the_question() -> None:
     prompt = begun("The answer is ")
     (prepared,) = prepare_prompts(
         load_task("rows"), [{"prompt": prompt}], tokenizer=small_tokenizer(template=TEMPLATE), **HOW,
-        max_prompt_tokens=20, on_overlong_prompt="error",
+        max_prompt_tokens=20, on_overlong_prompt="error", openings=[" world"],
     )  # fmt: skip
+    assert prepared.text == "<s> user : hello world </s> <s> assistant : The answer is "
     assert (prepared.prompt, prepared.question, prepared.opened) == (prompt, [HELLO], "The answer is ")
     assert [prepared.rest_of(answer) for answer in ("The answer is 4", "4")] == ["4", "4"]
     assert PreparedPrompt(0, {}, [HELLO], "", [], "").question == [HELLO]

@@ -75,17 +75,16 @@ def prepare_prompts(
     on_overlong_prompt: Literal["error", "drop"],
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
-    """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
-    `max_prompt_tokens` are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the
-    row, for one that cannot be rendered.
+    """Render every row, with the environment's opening (if any) at the end of its text or of the last message that is
+    asked. Prompts over `max_prompt_tokens` are refused, naming the first, or dropped if asked for. Raises ValueError,
+    quoting the row, for one that cannot be rendered.
     """
     prepared: list[PreparedPrompt] = []
     long: list[PreparedPrompt] = []
     for index, row in enumerate(watched(rows)):
         own = prompt = prompt_of(task.prompt(row))
         if openings and (opening := openings[index]) is not None:
-            last = own if isinstance(own, str) else own[-1]["content"]
-            prompt = last + opening if isinstance(own, str) else [*own[:-1], {**own[-1], "content": last + opening}]
+            prompt = _with_opening(own, opening)
         try:
             done = render_prompt(tokenizer, prompt, chat=chat, system_prompt=system_prompt, variables=variables)
         except ValueError as error:
@@ -102,6 +101,16 @@ def prepare_prompts(
             f"Set generation.max_prompt_tokens={longest}, or leave them out with task.on_overlong_prompt=drop."
         )
     return prepared
+
+
+def _with_opening(prompt: Prompt, opening: str) -> Prompt:
+    """Return a prompt with a text at the end of what is asked, before the beginning of an answer."""
+    if isinstance(prompt, str):
+        return prompt + opening
+    begins_answer = prompt[-1]["role"] == "assistant" and len(prompt) > 1
+    at = len(prompt) - 2 if begins_answer else len(prompt) - 1
+    asked = {**prompt[at], "content": prompt[at]["content"] + opening}
+    return [*prompt[:at], asked, *prompt[at + 1 :]]
 
 
 def most_tokens(prompts: list[PreparedPrompt]) -> int:
