@@ -163,6 +163,14 @@ def as_messages(prompt: Prompt | None) -> list[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
 
 
+def asked_of(prompt: Prompt) -> Prompt:
+    """Return a prompt without the beginning of the answer that it may end with, for whoever reads it beside the whole
+    answer.
+    """
+    begins_answer = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1].get("role") == "assistant"
+    return prompt[:-1] if begins_answer else prompt
+
+
 def as_completion(text: str, prompt: Prompt) -> str | list[Message]:
     """Return a text as a completion in the data's form: a message where the prompt is a chat."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

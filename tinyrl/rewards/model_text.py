@@ -112,7 +112,7 @@ def reward_tokens(
         return asked + sampled
     if templated:
         messages = asked_messages(prompt, system)
-        begun = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
+        begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
         messages.append({"role": "assistant", "content": begun + answer})
         text = template_text(tokenizer, messages, variables=variables)
         check_written(tokenizer, messages, text, variables=variables)

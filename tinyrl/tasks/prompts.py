@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
-from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
+from tinyrl.data.messages import Message, Prompt, as_messages, asked_of, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import MARKS, NOT_CONTENT
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids, undisguised
@@ -54,9 +54,8 @@ class PreparedPrompt:
 
     @property
     def question(self) -> Prompt:
-        """Return the prompt without the beginning of the answer, for whoever reads it beside the whole answer."""
-        begins_answer = not isinstance(self.prompt, str) and self.prompt[-1]["role"] == "assistant"
-        return self.prompt[:-1] if begins_answer else self.prompt
+        """Return the prompt as rewards and environments get it (`asked_of`)."""
+        return asked_of(self.prompt)
 
     def rest_of(self, answer: str) -> str:
         """Return what is left to write of a whole answer, such as a gold one, behind the beginning that is there."""
@@ -107,8 +106,7 @@ def _with_opening(prompt: Prompt, opening: str) -> Prompt:
     """Return a prompt with a text at the end of what is asked, before the beginning of an answer."""
     if isinstance(prompt, str):
         return prompt + opening
-    begins_answer = prompt[-1]["role"] == "assistant" and len(prompt) > 1
-    at = len(prompt) - 2 if begins_answer else len(prompt) - 1
+    at = len(asked_of(prompt)) - 1
     asked = {**prompt[at], "content": prompt[at]["content"] + opening}
     return [*prompt[:at], asked, *prompt[at + 1 :]]
 
