@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.data.messages import conversation, messages_of, prompt_of, tools_of
+from tinyrl.data.messages import asked_of, conversation, messages_of, prompt_of, tools_of
 
 USER = {"role": "user", "content": "hi"}
 PARTS = [{"type": "text", "text": "h", "image_url": None}, {"type": "text", "text": "i"}]
@@ -169,3 +169,18 @@ def test_an_empty_prompt_and_other_values_are_refused():
     for prompt in (" \n", None, 7, [], ["hi"], [{"role": "user", "content": None}], {"role": "user"}):
         with pytest.raises(ValueError, match="prompt"):
             prompt_of(prompt)
+
+
+def test_a_question_is_a_prompt_without_the_beginning_of_its_answer():
+    begun = {"role": "assistant", "content": "I"}
+    cases = [("hi", "hi"), ([USER], [USER]), ([USER, begun], [USER]), ([USER, begun, USER], [USER, begun, USER])]
+    for prompt, question in [*cases, ([begun], [begun])]:  # nothing is asked
+        assert asked_of(prompt) == question
+
+
+def test_a_key_given_twice_in_the_json_of_a_column_or_a_call_is_refused():
+    call = {"name": "add", "arguments": '{"a": 1, "a": 2}'}
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
+    with pytest.raises(ValueError, match=r"'tools'.*'type' is given twice"):
+        tools_of('[{"type": "function", "type": "x"}]')

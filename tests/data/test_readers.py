@@ -102,6 +102,11 @@ def test_half_of_a_character_in_a_chat_of_a_csv_is_refused(tmp_path: Path) -> No
         ("a.json", '[{"q": Infinity}]', ["a.json:1", "Infinity"]),
         ("a.jsonl", '{"q": ' + "9" * 5000 + "}\n", ["a.jsonl:1", "digits"]),
         ("a.jsonl", '{"q": 1}\n' + "[" * 200_000 + "\n", ["a.jsonl:2", "recursion"]),
+        ("a.jsonl", '{"q": 1}\n{"q": 1, "a": 2, "q": 1}\n', ["a.jsonl:2", "'q'", "twice"]),
+        ("a.jsonl", '{"q": [{"role": "user", "content": "a", "content": "b"}]}', ["a.jsonl:1", "'content'", "twice"]),
+        ("a.json", '[{"q": {"a": 1, "a": 2}}]', ["a.json:1", "'a'", "twice"]),
+        ("a.csv", 'prompt\n"[{""role"": ""user"", ""content"": ""a"", ""content"": ""b""}]"\n',
+         ["a.csv:2", "'prompt'", "'content'", "twice"]),
         ("a.jsonl", '{"q": 1}'.encode("utf-16"), ["a.jsonl:1", "UTF-8"]),
         ("a.jsonl", " \n\n", ["a.jsonl", "empty"]),
         ("a.json", '[\n{"q": 1},\n{"q": }\n]', ["a.json:3", "broken JSON at column 7"]),
@@ -115,7 +120,7 @@ def test_half_of_a_character_in_a_chat_of_a_csv_is_refused(tmp_path: Path) -> No
         ("a.parquet", "q,a\n1,2\n", ["a.parquet", "not a parquet file"]),
         ("a.txt", "hello", ["a.txt", ".jsonl, .json, .csv, .parquet"]),
     ],
-)
+)  # fmt: skip
 def test_an_error_in_a_file_names_its_place(tmp_path: Path, name: str, content: str | bytes, wanted: list[str]) -> None:
     with pytest.raises(ValueError, match=r"\S") as caught:
         placed_rows(written(tmp_path, name, content))

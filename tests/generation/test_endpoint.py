@@ -470,6 +470,16 @@ def test_calls_of_tools_are_read(text: str, content: str, calls: int) -> None:
         assert reason == ("tool_calls" if calls else "stop")
 
 
+def test_a_call_that_the_client_begins_is_read_and_its_beginning_is_not_sent_back() -> None:
+    begun = [*HELLO, {"role": "assistant", "content": f"Let me look. {CALL[:20]}"}]
+    for text, content, calls in ((CALL[20:], None, 1), ("at this", "at this", 0)):
+        with listening_to(Scripted(text), positions=4096) as server:
+            ask: Callable[..., Any] = client_of(server).chat.completions.create
+            message = ask(model="policy", messages=begun, tools=TOOLS).choices[0].message
+            assert message.content == content
+            assert [call.function.arguments for call in message.tool_calls or []] == ['{"city": "Oslo"}'] * calls
+
+
 @pytest.mark.parametrize(
     ("stop", "expected"), [(["cd"], "ab"), (["zz"], "abcdefg"), (["g", "ef"], "abcd"), (["abcdefg"], "")]
 )

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 
 from tests.faults.lookup_runs import lookup
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, stir
-from tests.tiny_models import TinyModels
+from tests.tiny_models import TinyModels, tiny_tokenizer
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import Episode
+from tinyrl.environments.tool_calls import ToolCall, calls_of
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
@@ -28,6 +30,8 @@ from tinyrl.generation.turns import Episodes
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
+from tinyrl.tasks import load_task
+from tinyrl.tasks.prompts import prepare_prompts
 
 TURNS, BUDGET, LONGEST = 3, 20, 9  # of an episode: turns, tokens sampled in all; tokens of a reply
 WORDS = tuple(a + b for a in "abcdefg" for b in "vwxyz")
@@ -287,3 +291,23 @@ def test_a_turn_knows_the_token_that_ended_it(parts: Any):
         assert ended(episodes, [20, 21], "stop").ended_at is None
         assert ended(episodes, [20, 3], "eos").ended_at == 3
         assert ended(episodes, [20, 21], "length").ended_at is None
+
+
+def test_a_call_that_the_prompt_begins_is_run() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    begun = '<tool_call>\n{"name": "add", '
+    prompt = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": begun}]
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 99}
+    rows = [{"prompt": prompt}]
+    prepared = prepare_prompts(load_task("rows"), rows, tokenizer=tokenizer, on_overlong_prompt="error", **how)
+    environment = SimpleNamespace(has_openings=False)
+    runner: Any = SimpleNamespace(tokenizer=tokenizer, max_episode_tokens=9, environment=environment, form=None)
+    request = Request(prepared[0].tokens, prompt_row=0)
+    tokens = tokenizer('"arguments": {"a": 2}}\n</tool_call><eos>', add_special_tokens=False)["input_ids"]
+    with Episodes(prepared, [request], 1, runner=runner, seed=0, step=0) as episodes:
+        turn: Any = SimpleNamespace(tokens=tokens, logprobs=[0.0] * len(tokens), finish_reason="eos")
+        episodes.ended(0, turn)
+        (message,) = episodes.episodes[0].transcript
+        assert calls_of(message) == [ToolCall("add", {"a": 2})]
+        assert episodes.samples[0].response == tokens  # the beginning is no part of what is trained

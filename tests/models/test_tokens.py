@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.tiny_models import tiny_tokenizer
+from tinyrl.data.formats import text_examples
 from tinyrl.models import tokens as module
 from tinyrl.models.tokens import disguised, readable, template_text, token_ids, tokens_behind
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
@@ -189,3 +190,45 @@ def test_text_and_templates_have_a_greatest_size(monkeypatch: pytest.MonkeyPatch
     for template in ("{{ 'x' * 71 }}", "x" * 51):
         with pytest.raises(ValueError, match="characters"):
             render(template)
+
+
+# ---- arguments of calls: an object, or JSON text, whichever the template writes as JSON ----
+
+CALLS = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content %}{{ m.content }}{% endif %}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}=CALL;{% endfor %}{{ eos_token }}{% endfor %}"
+)
+# As DeepSeek-V3's.
+DEEPSEEK = CALLS.replace("CALL", "{{ '```json' + '\\n' + c['function']['arguments'] + '\\n' + '```' }}")
+TO_JSON = CALLS.replace("CALL", "{{ c.function.arguments | tojson }}")
+WRITTEN = '{"x": "é", "deep": {"n": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "wanted"),
+    [
+        (DEEPSEEK, f"```json\n{WRITTEN}\n```"),
+        (CALLS.replace("CALL", "{{ c.function.arguments }}"), WRITTEN),
+        (TO_JSON, WRITTEN),
+        (CALLS.replace("CALL", "{{ c.function | tojson }}"), f'{{"name": "add", "arguments": {WRITTEN}}}'),
+        # as Qwen3's
+        (CALLS.replace("CALL", "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+                               "{% else %}{{ c.function.arguments | tojson }}{% endif %}"), WRITTEN),
+        # as Qwen3-Coder's: no JSON, from the object alone
+        (CALLS.replace("CALL", "{% for k, v in c.function.arguments | items %}<{{ k }}>{{ v | string }}</{{ k }}>"
+                               "{% endfor %}"), "<x>é</x><deep>{'n': 1}</deep>"),
+        (CALLS.replace("CALL", "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+                               "{% else %}<x>{{ c.function.arguments.x }}</x>{% endif %}"), "<x>é</x>"),
+    ],
+)  # fmt: skip
+def test_arguments_of_a_call_are_rendered_as_json(template: str, wanted: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    function = {"name": "add", "arguments": {"x": "é", "deep": {"n": 1}}}
+    asked = {"role": "user", "content": "hi"}
+    for call in ({"type": "function", "function": function}, {"function": {**function, "arguments": WRITTEN}}):
+        row = {"messages": [asked, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        (example,) = text_examples(row)
+        messages: Any = [*(example.prompt or []), *example.answer]
+        text = template_text(tokenizer, messages, variables={})
+        assert text == f"user:hi<eos>assistant:add={wanted};<eos>"

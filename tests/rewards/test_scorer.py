@@ -16,7 +16,7 @@ from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, prepare_prompts
 
 REWARDS = """
     import time
@@ -26,6 +26,10 @@ REWARDS = """
 
     def in_message(prompts, completions, answer, **columns):
         return [float(a in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def whole_answer(prompts, completions, answer, **columns):
+        assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+        return [float(a == c[0]["content"]) for c, a in zip(completions, answer)]
 
     def length(prompts, completions, **columns):
         return [{"nan": float("nan"), "none": None}.get(c, len(c)) for c in completions]
@@ -110,6 +114,23 @@ def test_gold_behind_a_prompt_that_opens_a_thought_is_tried_behind_the_thought(a
     opened = PreparedPrompt(0, row, "6 * 7?", "6 * 7? <think>\n", [1, 2], "<think>\n")
     try:
         assert scorer.check_gold([opened]) is None
+    finally:
+        scorer.close()
+
+
+def test_a_reward_gets_the_question_and_the_whole_answer_that_the_prompt_begins(tmp_path: Path) -> None:
+    scorer = scorer_of(tmp_path, {"whole_answer": 1.0})
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    prompt = [{"role": "user", "content": "Where?"}, {"role": "assistant", "content": "<answer>"}]
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}, "limit": NO_LIMIT}
+    rows = [{"prompt": prompt, "answer": "<answer>Paris</answer>"}]
+    (one,) = prepare_prompts(load_task("rows"), rows, tokenizer=tokenizer, on_overlong_prompt="error", **how)
+    texts = ["Paris</answer>", "<answer>Paris</answer>", "Rome</answer>"]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    try:
+        assert scorer([one] * 3, tokens).rewards.tolist() == [1.0, 0.0, 0.0]
+        assert scorer.check_gold([one]) is None
     finally:
         scorer.close()
 

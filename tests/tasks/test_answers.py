@@ -12,7 +12,7 @@ from tests.tiny_models import EOS, tiny_tokenizer
 from tinyrl.data.formats import text_examples
 from tinyrl.models.tokens import token_ids
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
-from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer
+from tinyrl.tasks.answers import ObservationTokens, answer_tokens, render_answer, template_fault
 from tinyrl.tasks.prompts import render_prompt
 
 HOW: Any = {"chat": "auto", "system_prompt": None, "variables": {}}
@@ -154,6 +154,31 @@ def test_each_turn_of_a_conversation_is_exact():
         (f"(add){ASKED}", called),
         (f"(add){ASKED}{called}\n[tool]4<eos>\n[assistant]", "four<eos>"),
     ]
+
+
+def test_a_greeting_is_context_for_a_template_that_needs_a_question() -> None:
+    """As Qwen3.5's."""
+    asks = (
+        "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ raise_exception('none') }}{% endif %}"
+    )
+    row = {"messages": [{"role": "system", "content": "be"}, *said("hello"), USER, ANSWER]}
+    assert turns_of(tokenizer_with(asks + PLAIN), row) == [
+        (f"[system]be<eos>\n[assistant]hello<eos>\n{ASKED}", "4<eos>")
+    ]
+
+
+def test_a_message_goes_on_with_a_begun_one_and_is_closed_once() -> None:
+    prompt = [USER, {"role": "assistant", "content": "It is "}]
+    row = {"prompt": prompt, "completion": said("4."), "tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert turns_of(tokenizer_with(TOOLS), row) == [(f"(add){ASKED}It is ", "4.<eos>")]
+    row = {"prompt": prompt, "completion": [*said("4."), USER, *said("4")]}
+    assert turns_of(tokenizer_with(END), row) == [
+        ("[user]2+2?<end>\n[assistant]It is ", "4.<end>"),
+        ("[user]2+2?<end>\n[assistant]It is 4.<end>\n[user]2+2?<end>\n[assistant]", "4<end>"),
+    ]
+    assert turns_of(tokenizer_with(PLAIN), {"messages": [*prompt, *said("4.")]})[1] == (
+        f"{ASKED}It is <eos>\n[assistant]", "4.<eos>"
+    )  # fmt: skip
 
 
 def test_a_token_across_the_border_leaves_the_prompt_as_it_is_sampled_from():
@@ -321,6 +346,16 @@ def test_a_template_with_a_space_before_the_end_closes_a_turn_once() -> None:
     observations = ObservationTokens(tokenizer, chat=True, variables={}, max_tokens=99)
     read = observations(["two"], ended_at=tokenizer.eos_token_id).tokens
     assert prompt + target + read == rendered_by_the_library(tokenizer, CHAT)
+
+
+def test_a_turn_that_the_next_roles_marker_ends_is_learnt_through_eos_and_no_fault() -> None:
+    tokenizer = marked_tokenizer()
+    how: Any = {"chat": "auto", "variables": {}}
+    assert render_answer(tokenizer, CHAT[:1], CHAT[1:2], **HOW)[1][-1] == tokenizer.eos_token_id
+    assert template_fault(tokenizer, {tokenizer.eos_token_id}, **how) is None
+    assert template_fault(tokenizer, {0}, **how) is not None
+    tokenizer.chat_template = MARKED.replace("{{ m.content }}", "{{ m.content }}END")
+    assert template_fault(tokenizer, {tokenizer.eos_token_id}, **how) is not None
 
 
 def test_the_next_roles_marker_is_read_once_whichever_token_ended_the_turn() -> None:

@@ -9,7 +9,16 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.conftest import shared_data
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import PromptLimit, Rendered, most_characters, prepare_prompts, render_prompt
+from tinyrl.tasks.prompts import (
+    NO_LIMIT,
+    PreparedPrompt,
+    PromptLimit,
+    Rendered,
+    most_characters,
+    prepare_prompts,
+    render_prompt,
+    unread_key_notes,
+)
 
 VOCABULARY = {"[UNK]": 0, "<s>": 1, "</s>": 2, "hello": 3, "world": 4, "<think>": 5, "</think>": 6, "user": 7, ":": 8}
 TEMPLATE = (
@@ -225,3 +234,64 @@ def test_the_date_of_a_run_is_the_clock_of_the_template():
     assert render_prompt(tokenizer, "hello").text != rendered.text
     with pytest.raises(ValueError, match="strftime_now"):
         render_prompt(tokenizer, "hello", variables={"strftime_now": "yesterday"})
+
+
+# ---- a beginning of the answer ----
+
+
+def begun(content: str) -> list[dict[str, str]]:
+    return [HELLO, {"role": "assistant", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "opened"),
+    [
+        (TEMPLATE, "The answer is", "The answer is"),
+        (TEMPLATE, "hello", "hello"),  # as the user's
+        (TEMPLATE, "<answer>\n", "<answer>\n"),
+        (TEMPLATE, "I </s> think", "I </s> think"),  # a marker is text
+        (TEMPLATE.replace(" : {{ m.content }} ", ":{{ m.content | trim }}"), " The answer is ", "The answer is"),
+        (TEMPLATE.replace("m.content", "'<think> ' + m.content if m.role == 'assistant' else m.content"),
+         "so", "<think> so"),
+        (TEMPLATE, "so <think> I", "so <think> I"),
+        (TEMPLATE, "", ""),
+    ],
+)  # fmt: skip
+def test_the_beginning_of_an_answer_is_what_the_prompt_ends_with(template: str, content: str, opened: str) -> None:
+    rendered = render_prompt(small_tokenizer(template=template), begun(content))
+    assert rendered.opened == opened
+    assert rendered.text.endswith(opened)
+
+
+def test_a_begun_answer_is_no_part_of_the_question() -> None:
+    prompt = begun("The answer is ")
+    (prepared,) = prepare_prompts(
+        load_task("rows"), [{"prompt": prompt}], tokenizer=small_tokenizer(template=TEMPLATE), **HOW,
+        limit=NO_LIMIT, on_overlong_prompt="error", openings=[" world"],
+    )  # fmt: skip
+    assert prepared.text == "<s> user : hello world </s> <s> assistant : The answer is "
+    assert (prepared.prompt, prepared.question, prepared.opened) == (prompt, [HELLO], "The answer is ")
+    assert [prepared.rest_of(answer) for answer in ("The answer is 4", "4")] == ["4", "4"]
+    assert PreparedPrompt(0, {}, [HELLO], "", [], "").question == [HELLO]
+    assert PreparedPrompt(0, {}, "hello", "", [], "").question == "hello"
+
+
+# ---- keys of messages ----
+
+
+def test_a_key_that_changes_no_rendering_is_counted_and_named_once() -> None:
+    tokenizer = small_tokenizer(template=TEMPLATE)
+    thought = {"role": "assistant", "content": "world", "reasoning_content": "hm", "weight": 1}
+    named = {**HELLO, "name": "Ann", "empty": ""}
+    chats = [[named, thought], [named, {**thought, "reasoning_content": "no"}], [HELLO, thought]]
+    notes = unread_key_notes(tokenizer, chats, chat="auto", variables={})
+    assert len(notes) == 2
+    assert "`name` of 2 messages of the role user" in notes[0]
+    assert notes[1].startswith("warning: `reasoning_content` of 3 messages of the role assistant")
+    assert unread_key_notes(tokenizer, chats, chat=False, variables={}) == []
+    reads = TEMPLATE.replace("m.content", "m.reasoning_content ~ m.name ~ m.content")
+    assert unread_key_notes(small_tokenizer(template=reads), chats, chat="auto", variables={}) == []
+    # thoughts are read where their turn is learnt, whatever becomes of earlier ones
+    last = TEMPLATE.replace("m.content", "(m.reasoning_content if loop.last else '') ~ m.content")
+    twice = [[HELLO, thought, HELLO, thought]]
+    assert unread_key_notes(small_tokenizer(template=last), twice, chat="auto", variables={}) == []

@@ -22,7 +22,7 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training import dpo, load
 from tinyrl.training.dpo import logprobs_of
-from tinyrl.training.rows import Example
+from tinyrl.training.rows import Example, spans
 from tinyrl.training.step import Updater, role_optimizers
 
 SIX = [
@@ -225,18 +225,51 @@ def test_every_turn_of_the_assistant_behind_the_common_beginning_is_learnt(packs
 
 
 def test_turns_that_the_template_writes_otherwise_later_are_read(tmp_path: Path) -> None:
-    """A template that strips the thoughts of earlier turns: the last turn is learnt, and a note says so."""
+    """A template that strips the thoughts of earlier turns: the first turn is learnt, and a note says so. The other
+    side may have one turn: both are answers to the same prompt.
+    """
     strips = CHAT.replace("{{ m.content }}", "{{ m.content if loop.last else m.content.split('/')[-1] }}")
     turns = talk("a", "b/c", "d", "e/f")
-    lines = [{"chosen": turns, "rejected": talk("a", "g/h", "d", "i")}]
+    lines = [{"chosen": turns, "rejected": talk("a", "g/h")}]
     method = on_all("dpo", chat_model(tmp_path / "chat", strips), tmp_path, lines)
     (pair,) = pairs_of(method)
-    end = len("e/f") + 1
-    assert pair.learnt == [end, len("i") + 1]
-    assert method.policy.tokenizer.decode(pair.texts[0][:-end]).endswith("assistant:c<eos>user:d<eos>assistant:")
+    assert pair.learnt == [len("b/c") + 1, len("g/h") + 1]
+    assert method.policy.tokenizer.decode(pair.prompt) == "user:a<eos>assistant:"
     assert dpo.REWRITTEN in method.notes
     whole = on_all("dpo", chat_model(tmp_path / "whole", CHAT), tmp_path, lines)
     assert dpo.REWRITTEN not in whole.notes
+
+
+def test_turns_that_only_the_next_marker_ends_are_all_learnt(tmp_path: Path) -> None:
+    """As GLM's: the EOS behind a turn is not the template's own, and is learnt where nothing follows."""
+    glm = (
+        CHAT.replace("{{ eos_token }}", "")
+        .replace("{{ m.role }}", "|{{ m.role }}")
+        .replace("assistant:{", "|assistant:{")
+    )
+    lines = [{"chosen": talk("a", "b", "c", "dd"), "rejected": talk("a", "g")}]
+    method = on_all("dpo", chat_model(tmp_path / "chat", glm), tmp_path, lines)
+    (pair,) = pairs_of(method)
+    pieces = [(name, str(method.policy.tokenizer.decode(tokens))) for name, tokens in spans(pair)]
+    assert pieces == [
+        ("read", "|user:a|assistant:"), ("chosen", "b"), ("read", "|user:c|assistant:"), ("chosen", "dd<eos>"),
+        ("rejected", "g<eos>"),
+    ]  # fmt: skip
+    assert dpo.REWRITTEN not in method.notes
+
+
+def test_pairs_go_on_with_the_message_that_their_prompt_begins(tmp_path: Path) -> None:
+    """Of the answer only what is behind its beginning is learnt; a turn with a weight of 0 is read."""
+    begun = [*talk("a"), assistant("I ")]
+    unlearnt = [{**assistant("no"), "weight": 0}, *talk("why"), assistant("not")]
+    lines = [{"prompt": begun, "chosen": [assistant("do")], "rejected": unlearnt}]
+    method = on_all("dpo", chat_model(tmp_path / "chat", CHAT), tmp_path, lines)
+    (pair,) = pairs_of(method)
+    pieces = [(name, str(method.policy.tokenizer.decode(tokens))) for name, tokens in spans(pair)]
+    assert pieces == [
+        ("read", "user:a<eos>assistant:I "), ("chosen", "do<eos>"),
+        ("read", "no<eos>user:why<eos>assistant:"), ("rejected", "not<eos>"),
+    ]  # fmt: skip
 
 
 def test_a_prompt_that_its_chats_do_not_begin_with_is_refused_by_its_line(model: Path, tmp_path: Path) -> None:

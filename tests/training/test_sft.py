@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny_models import POSITIONS, TinyModels, tiny_model
 from tests.training.rows import Row, chat_model, on_all, talk
@@ -79,6 +79,40 @@ def test_turns_whose_thinking_is_stripped_later_are_read_apart(tmp_path: Path) -
     ]
 
 
+# As Qwen3.5's small models: without a switch the prompt closes the thoughts that a turn may have.
+SWITCHES = PLAIN.replace("[assistant]{% endif %}", "[assistant]<t>{% if not open_thinking %}</t>{% endif %}{% endif %}")
+SWITCHES = SWITCHES.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<t>{{ m.thinking }}</t>{% endif %}{{ m.content }}"
+)
+
+
+def test_rows_with_and_without_thoughts_are_learnt_behind_the_prompts_of_their_kind(tmp_path: Path) -> None:
+    thoughtful = {"messages": [*talk("2+2?"), {"role": "assistant", "content": "4", "thinking": "hm"}]}
+    plain = {"messages": talk("hi", "hello")}
+    model = chat_model(tmp_path / "model", SWITCHES)
+    method = on_all("sft", model, tmp_path, [thoughtful, plain])
+    assert [shown(method, example) for row in method.train_rows for example in row] == [
+        ["[user]2+2?<eos>\n[assistant]<t>", "*hm</t>4<eos>*"], ["[user]hi<eos>\n[assistant]<t></t>", "*hello<eos>*"],
+    ]  # fmt: skip
+    assert len([note for note in method.notes if "2 of 4 rows" in note and "open_thinking=true" in note]) == 1
+    open_in_all = {"chat_template_kwargs": {"open_thinking": True}}
+    both = on_all("sft", model, tmp_path, [thoughtful, plain], task=open_in_all)
+    assert [shown(both, row[0])[1] for row in both.train_rows] == ["*hm</t>4<eos>*", "*</t>hello<eos>*"]
+    with pytest.raises(ValueError, match="does not continue its own prompt"):  # what was set is not changed
+        on_all("sft", model, tmp_path, [thoughtful], task={"chat_template_kwargs": {"open_thinking": False}})
+
+
+def test_a_bos_inside_an_answer_is_named(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "<pad>"
+    tokenizer.save_pretrained(folder)
+    good = {"prompt": "<pad>a", "completion": "<pad>b"}  # one that its prompt has is left out
+    for row, count in ((good, 0), ({**good, "completion": "b<pad>c"}, 1), ({**good, "prompt": "a"}, 1)):
+        method = on_all("sft", folder, tmp_path, [good, row])
+        assert len([note for note in method.notes if "2 of 4 rows hold <pad>" in note]) == count
+
+
 def test_loss_on_all_counts_every_token_of_a_conversation_once(chatty: Path, tmp_path: Path) -> None:
     row = {"messages": [*TALKS[0]["messages"], {"role": "user", "content": "unanswered"}]}
     method = on_all("sft", chatty, tmp_path, [row], sft={"loss_on": "all"})
@@ -94,7 +128,7 @@ def test_loss_on_all_keeps_separators_inside_a_text(tiny: TinyModels, tmp_path: 
     eos = tokenizer.eos_token_id
     tokenizer.bos_token = tokenizer.eos_token
     row = {"prompt": f"{tokenizer.eos_token}ab{tokenizer.eos_token}cd", "completion": "ef"}
-    [(start, (target,), *_)] = turns_of(row, method.policy, system_prompt=None)
+    [(start, (target,), *_)] = turns_of(row, method.policy, system_prompt=None, variables={})
     ab, cd, ef = (tokenizer(c, add_special_tokens=False)["input_ids"] for c in ("ab", "cd", "ef"))
     assert (start, target) == ([eos], [*ab, eos, *cd, *ef, eos])
 

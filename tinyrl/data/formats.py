@@ -32,14 +32,13 @@ from tinyrl.data.messages import (
 )
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import shuffled
+from tinyrl.data.turns import MARKS, Side, first_answer, goes_on, is_learnt, joined, learnt_turns
 from tinyrl.runs.signals import watched
 from tinyrl.text import join_truncated, one_line, truncate
 
-Side = str | list[Message]  # an answer to a prompt
-
 EQUAL = "two equal answers"
 EMPTY = "an empty answer"
-UNWEIGHTED = "a weight of 0 at every answer"
+UNLEARNT = "every answer marked as one not to learn"
 
 
 @dataclass(frozen=True)
@@ -56,12 +55,13 @@ class TextExample:
 @dataclass(frozen=True)
 class Scored:
     """A prompt (None: the answer is a text alone), and either (chosen, rejected) with their margin, or one answer with
-    its label.
+    its label. continues: answers in messages go on with the last message of the prompt.
     """
 
     prompt: Prompt | None
     answers: tuple[Side, ...]
     value: float = 0.0
+    continues: bool = False
 
 
 # ---- formats ----
@@ -114,8 +114,7 @@ class Conversation(Format):
     def prompt(self, row: Row) -> Any:
         """Return the messages before the first turn of the assistant that answers something."""
         messages = conversation(row, self.column)
-        first = next((i for i, m in enumerate(messages) if i and m["role"] == "assistant"), len(messages))
-        return messages[:first]
+        return messages[: first_answer(messages)]
 
     def read(self, row: Row) -> tuple[Prompt | None, Side]:
         return None, conversation(row, self.column)
@@ -150,6 +149,8 @@ ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one
 PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
 ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
 ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")  # inputs of other models than of text
+PLAIN_KEYS = frozenset(("role", "content", "from", "value"))
 BESIDE_COLUMNS = ("system", "tools")  # parts of a conversation that some formats have outside of its messages
 KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
 
@@ -205,6 +206,10 @@ class RowKind:
         """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""
         return []
 
+    def conversations(self, row: Row) -> list[list[Message]]:
+        """Return the messages that a row holds, with its answers."""
+        return []
+
     def described(self, rows: list[Row]) -> list[str]:
         """Return lines about rows, for the log."""
         return []
@@ -225,10 +230,14 @@ class Examples(RowKind):
         raise NotImplementedError
 
     def usable(self, placed: Placed, notes: list[str]) -> list[Row]:
-        reasons = [at_place(place, self.problem, row) for place, row in watched(placed)]
+        reasons = [at_place(place, self._checked, row) for place, row in watched(placed)]
         leave_out([row for _, row in placed], reasons, notes)
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return shuffled(rows) if self.is_shuffled else rows
+
+    def _checked(self, row: Row) -> str | None:
+        refuse_media(row)
+        return self.problem(row)
 
     def unread(self, row: Row) -> list[str]:
         given = given_beside(row)
@@ -239,6 +248,14 @@ class Examples(RowKind):
         if isinstance(first, TextExample) and first.tools:
             read.add("tools")
         return [name for name in given if name not in read]
+
+    def conversations(self, row: Row) -> list[list[Message]]:
+        if not any(map(_may_hold_more, row.values())):
+            return []
+        first = self.first_example(row)
+        answers = [first.answer] if isinstance(first, TextExample) else first.answers
+        before = as_messages(first.prompt)
+        return [before if isinstance(answer, str) else [*before, *answer] for answer in answers]
 
     def described(self, rows: list[Row]) -> list[str]:
         """Return a line that counts rows by their columns, and one with what the first row becomes."""
@@ -265,9 +282,12 @@ class Texts(Examples):
     def problem(self, row: Row) -> str | None:
         examples = text_examples(row)
         if not examples:
-            return UNWEIGHTED
-        if self.learns_prompts and any(map(_is_unweighted, as_messages(examples[-1].prompt))):
-            raise ValueError("a turn has weight=0, and sft.loss_on=all learns all of a conversation")
+            return UNLEARNT
+        if self.learns_prompts:
+            for message in as_messages(examples[-1].prompt):
+                if message["role"] == "assistant" and not is_learnt(message):
+                    marks = ", ".join(f"{name}={message[name]}" for name in sorted(MARKS & {*message}))
+                    raise ValueError(f"a turn has {marks}, and sft.loss_on=all learns all of a conversation")
         for example in examples:
             if not is_empty(example.answer) or (self.learns_prompts and example.prompt):
                 return None
@@ -275,16 +295,30 @@ class Texts(Examples):
 
 
 class Pairs(Examples):
-    """Two answers to a prompt, of which one is better."""
+    """Two answers to a prompt, of which one is better. by_turns: the turns of an answer are learnt one by one, instead
+    of a score of the whole.
+    """
+
+    def __init__(self, *, by_turns: bool = True) -> None:
+        self.by_turns = by_turns
 
     def first_example(self, row: Row) -> Scored:
         return preference(row)
 
     def problem(self, row: Row) -> str | None:
-        chosen, rejected = preference(row).answers
+        pair = preference(row)
+        chosen, rejected = pair.answers
         if is_empty(chosen) or is_empty(rejected):
             return EMPTY
-        return EQUAL if chosen == rejected else None
+        if chosen == rejected:
+            return EQUAL
+        for side in pair.answers:
+            if isinstance(side, str):
+                continue
+            learnt = learnt_turns(pair.prompt, side, continues=pair.continues)
+            if not learnt or not (self.by_turns or is_learnt(side[-1])):
+                return UNLEARNT
+        return None
 
 
 class Labels(Examples):
@@ -299,7 +333,9 @@ class Labels(Examples):
 
     def problem(self, row: Row) -> str | None:
         (answer,) = labelled(row).answers
-        return EMPTY if is_empty(answer) else None
+        if is_empty(answer):
+            return EMPTY
+        return None if isinstance(answer, str) or is_learnt(answer[-1]) else UNLEARNT
 
 
 class Judged(RowKind):
@@ -311,13 +347,32 @@ class Judged(RowKind):
 
     def by_columns(self, first: Row) -> Examples:
         if first.get("chosen") is not None or first.get("rejected") is not None:
-            return Pairs()
+            return Pairs(by_turns=False)
         if first.get("label") is not None:
             return Labels()
         raise ValueError(
             "a reward model learns from pairs (`chosen`, `rejected`) or from labels (`label`); "
             f"this row has {join_truncated(first)}. Rename columns with task.columns.NEW=OLD"
         )
+
+
+def refuse_media(row: Row) -> None:
+    """Raise ValueError for a row with an image, a video or a sound, which nothing shows to the model."""
+    for name in MEDIA_COLUMNS:
+        if row.get(name) not in (None, "", [], {}):
+            raise ValueError(
+                f"the column '{name}' holds {row[name]!r:.60}, and only text is read "
+                f"(task.columns.unused={name} leaves the column out)"
+            )
+
+
+def _may_hold_more(column: Any) -> bool:
+    """Return whether a column may have messages with more than a role and a content."""
+    if isinstance(column, str):  # JSON of a .csv
+        return column.lstrip().startswith("[")
+    if not isinstance(column, list):
+        return False
+    return any(isinstance(message, dict) and not PLAIN_KEYS.issuperset(message) for message in column)
 
 
 def given_beside(row: Row) -> list[str]:
@@ -332,7 +387,7 @@ def has_system(prompt: Prompt | None) -> bool:
 def is_empty(answer: Side) -> bool:
     """Return whether the last message of an answer is blank; one with tool calls or thoughts is not."""
     last = {"content": answer} if isinstance(answer, str) else answer[-1]
-    return {*last} <= {"role", "content"} and not last["content"].strip()
+    return {*last} - MARKS <= {"role", "content"} and not last["content"].strip()
 
 
 Made = TypeVar("Made")
@@ -374,31 +429,25 @@ def beginning(row: Row) -> str:
 def text_examples(row: Row) -> list[TextExample]:
     """Return the examples of a row: its text, its completion, or each assistant turn behind the messages before it.
 
-    Tool and user turns are context, as is an assistant turn with nothing before it, or with the weight 0 of OpenAI's
-    format. There is no example where every turn has that. Raises ValueError for other weights than 0 and 1.
+    Tool and user turns are context, as are a greeting of the assistant, and a turn that is marked as one not to learn
+    (`is_learnt`). There is no example where every turn is. Behind a prompt that ends with the assistant's message, the
+    first message of a completion is the rest of that one.
     """
     prompt, answer = answer_format(row).read(row)
     if isinstance(answer, str):
         return [TextExample(prompt, answer)]
-    before = as_messages(prompt)
-    messages = [*before, *answer]
-    start = max(1, len(before))
-    tools = tools_of(row.get("tools"))
-    turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
-    if not turns:
+    if prompt is None:
+        first = first_answer(answer)
+        before = answer[:first]
+        answer = [] if first is None else answer[first:]
+    else:
+        before = as_messages(prompt)
+    if not any(message["role"] == "assistant" for message in answer):
+        messages = [*before, *answer]
         raise ValueError(f"there is no turn of the assistant with a message before it, only {roles_of(messages)}")
-    learnt = [i for i in turns if not _is_unweighted(messages[i])]
-    return [TextExample(messages[:i], [messages[i]], tools) for i in learnt]
-
-
-def _is_unweighted(message: Message) -> bool:
-    """Return whether a turn of the assistant is not to be learnt. Raises ValueError for a weight between."""
-    if message["role"] != "assistant":
-        return False
-    weight = message.get("weight", 1)
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise ValueError(f"the `weight` of a turn is 0 (not learnt), 1 or null, not {weight!r:.60}")
-    return weight == 0
+    tools = tools_of(row.get("tools"))
+    turns = learnt_turns(before, answer, continues=prompt is not None and goes_on(prompt, answer))
+    return [TextExample(turn.prompt, turn.answer, tools) for turn in turns]
 
 
 def answer_format(row: Row) -> Format:
@@ -417,7 +466,11 @@ def labelled(row: Row) -> Scored:
     prompt, answer = found.read(row)
     if isinstance(answer, str):
         return Scored(prompt, (answer,), value)
-    messages = [*as_messages(prompt), *answer]
+    continues = goes_on(prompt, answer)
+    if continues and len(answer) == 1:
+        return Scored(prompt, (answer,), value, continues=True)
+    before = as_messages(prompt)
+    messages = joined(before, answer) if continues else [*before, *answer]
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(f"'{found.column}' must end with an answer of the assistant, not {roles_of(messages)}")
     return Scored(messages[:-1], (messages[-1:],), value)
@@ -439,7 +492,7 @@ def preference(row: Row) -> Scored:
     answers to `prompt`; others are whole conversations, which have to begin with it (a system turn may be in either).
     Texts behind a `prompt` share nothing more. The shared beginning of others ends after the last "Assistant:" of a
     transcript, or else before the word in which they differ. Sides that are empty (null, []) or equal need not hold a
-    prompt.
+    prompt. Behind a `prompt` that ends with the assistant's message, sides go on with that one.
     """
     for column in ("chosen", "rejected"):
         if column not in row:
@@ -461,8 +514,10 @@ def preference(row: Row) -> Scored:
     shared = chosen[:at]
     are_answers = chosen[0]["role"] == rejected[0]["role"] == "assistant"
     prompt: Prompt
+    continues = given is not None and are_answers and goes_on(given, chosen)
     if given is not None and are_answers:
-        prompt = [*as_messages(given), *shared] if shared else given
+        before = as_messages(given)
+        prompt = given if not shared else joined(before, shared) if continues else [*before, *shared]
     elif shared:
         prompt = shared if given is None else _as_begun(as_messages(given), shared)
     else:
@@ -470,7 +525,7 @@ def preference(row: Row) -> Scored:
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[-1]["role"] != "assistant":
             raise ValueError(f"`{name}` must end with a turn of the assistant, not {roles_of(side[at:])}")
-    return Scored(prompt, (chosen[at:], rejected[at:]), margin)
+    return Scored(prompt, (chosen[at:], rejected[at:]), margin, continues=continues and not shared)
 
 
 def _as_begun(prompt: list[Message], shared: list[Message]) -> list[Message]:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from tinyrl.data.readers import Row
-from tinyrl.text import join_truncated, truncate
+from tinyrl.data.readers import Row, json_of
+from tinyrl.text import first_line, join_truncated, truncate
 
 Message = dict[str, Any]  # role, content (text), and what else a chat template reads of it
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
@@ -161,15 +161,17 @@ def _message(value: Any, column: str) -> Message:
 
 
 def _tool_call(call: Any) -> Any:
-    """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays."""
+    """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays.
+    Raises ValueError for an object with a key given twice.
+    """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"])}
     if not isinstance(call, dict) or "name" not in call:
         return call
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            found = _without_nulls(json.loads(arguments.strip() or "{}"))
+        with suppress(json.JSONDecodeError, RecursionError):
+            found = _without_nulls(json_of(arguments.strip() or "{}"))
             arguments = found if isinstance(found, dict) else arguments if found else {}
     return {**call, "arguments": arguments}
 
@@ -184,6 +186,14 @@ def _without_nulls(value: Any) -> Any:
 def as_messages(prompt: Prompt | None) -> list[Message]:
     """Return a prompt as messages: text is one of the user's."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+
+
+def asked_of(prompt: Prompt) -> Prompt:
+    """Return a prompt without the beginning of the answer that it may end with, for whoever reads it beside the whole
+    answer.
+    """
+    begins_answer = not isinstance(prompt, str) and len(prompt) > 1 and prompt[-1].get("role") == "assistant"
+    return prompt[:-1] if begins_answer else prompt
 
 
 def as_completion(text: str, prompt: Prompt) -> str | list[Message]:
@@ -201,6 +211,8 @@ def parsed(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
-    except (ValueError, RecursionError):
+        return json_of(value) if value.strip() else None
+    except (json.JSONDecodeError, RecursionError):
         raise ValueError(f"'{column}' is text that is not JSON: {truncate(value, 60)!r}") from None
+    except ValueError as error:
+        raise ValueError(f"'{column}': {first_line(error)}") from None

@@ -53,14 +53,23 @@ def placed_rows(
     if columns:
         placed = [(place, _renamed(row, columns, place)) for place, row in placed]
     if Path(source).suffix.lower() == ".csv":
-        placed = [(place, plain_row(_with_chats(row), place)) for place, row in placed]
+        placed = [(place, plain_row(_with_chats(row, place), place)) for place, row in placed]
     return placed
 
 
-def _with_chats(row: Row) -> Row:
+def _with_chats(row: Row, place: str) -> Row:
     """Parse the chats that a row of a .csv has as JSON text, where text is allowed too."""
-    chats = {name: _chat_in(row[name]) for name in CHAT_COLUMNS if isinstance(row.get(name), str)}
-    return {**row, **{name: chat for name, chat in chats.items() if chat is not None}}
+    chats = Row()
+    for name in CHAT_COLUMNS:
+        if not isinstance(row.get(name), str):
+            continue
+        try:
+            chat = _chat_in(row[name])
+        except ValueError as error:
+            raise ValueError(f"{place}: '{name}': {first_line(error)}") from None
+        if chat is not None:
+            chats[name] = chat
+    return {**row, **chats}
 
 
 def _chat_in(text: str) -> list[Any] | None:
@@ -68,8 +77,8 @@ def _chat_in(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = json_of(text)
+    except (json.JSONDecodeError, RecursionError):
         return None
     return found if found and all(map(_is_message, found)) else None
 
@@ -200,13 +209,27 @@ def _read_json(source: str) -> Iterator[tuple[str, Row]]:
         yield f"{source} row {number}", _row(row, f"{source} row {number}")
 
 
+def json_of(text: str, **options: Any) -> Any:
+    """Parse JSON. Raises ValueError for an object with a key given twice, of which Python would keep the last."""
+    return json.loads(text, object_pairs_hook=_object, **options)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise ValueError(f"the key '{truncate(twice)}' is given twice in an object")
+    return found
+
+
 def _parse_json(text: str, source: str, line: int) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         where = f"{source}:{line + error.lineno - 1}: broken JSON at column {error.colno}"
         raise ValueError(f"{where}: {error.msg}") from None
-    except (RecursionError, ValueError) as error:  # brackets, a constant, or an integer of thousands of digits
+    except (RecursionError, ValueError) as error:  # brackets, a constant, a key given twice, thousands of digits
         raise ValueError(f"{source}:{line}: {first_line(error)}") from None
 
 
@@ -222,7 +245,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; write null or leave the row out")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
 
 
 def _row(value: Any, place: str) -> Row:

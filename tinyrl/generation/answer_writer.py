@@ -113,10 +113,11 @@ class AnswerWriter:
         if answer.body.return_token_ids:
             fields = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
-            said, calls = self.form.read(content, tools=answer.body.tools)
+            begun = answer.begun
+            said, calls = self.form.read(begun + content, tools=answer.body.tools)
             if calls and not any(call.problem for call in calls):
                 return EndedChoice(
-                    content=said.rstrip() or None,
+                    content=said[len(begun) :].rstrip() or None,
                     calls=call_entries(calls, of=[*sequence.prompt, *sequence.tokens]),
                     reason="tool_calls",
                     logprobs=logprobs,

@@ -53,7 +53,7 @@ from tinyrl.generation.request_body import Body
 from tinyrl.generation.responses import Responses
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
 from tinyrl.tasks.call_forms import CallForm, call_form
-from tinyrl.tasks.prompts import Rendered, render_prompt
+from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
 from tinyrl.text import truncate
 
@@ -255,7 +255,8 @@ class Endpoint:
         messages = messages_of(body.messages, "messages")
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
         answer.given = ClientInput(messages, variables)
-        answer.text = rendered.opened
+        answer.text = open_thinking(self.tokenizer, rendered.opened)  # the client has the message that it began itself
+        answer.begun = rendered.opened.removesuffix(answer.text)
         answer.reads_calls = bool(tools)
         return [rendered.tokens]
 

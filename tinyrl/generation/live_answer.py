@@ -89,7 +89,8 @@ class Choice:
 class LiveAnswer:
     """The answer to a request: its choices, and a queue of what the scheduler's thread makes of them.
 
-    given: what it continues; text: the choices begin with it; reads_calls: of tools, in whole answers; likeliest: how
+    given: what it continues; begun: the end of that, where it is the beginning of a message; text: the choices begin
+    with it; reads_calls: of tools, in whole answers; likeliest: how
     many tokens are listed at each place; lists_logprobs: of each token.
     """
 
@@ -99,6 +100,7 @@ class LiveAnswer:
         self.is_chat = is_chat
         self.given = ClientInput()
         self.text = ""
+        self.begun = ""
         self.reads_calls = False
         asks_for_logprobs = body.logprobs is not None and body.logprobs is not False  # 0: of the sampled tokens alone
         self.lists_logprobs = bool(body.logprobs) if is_chat else asks_for_logprobs

@@ -328,6 +328,10 @@ def template_texts(
             raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
         hidden = disguised(tokenizer, conversations)
         variables = disguised(tokenizer, variables)
+        if any(message.get("tool_calls") for messages in conversations for message in messages):
+            tools = variables.get("tools") or options.get("tools")
+            if takes_text_arguments(tokenizer, tokenizer.get_chat_template(tools=tools)):
+                hidden = [[_with_text_arguments(message) for message in messages] for messages in hidden]
         try:
             texts = [*map(str, tokenizer.apply_chat_template(hidden, tokenize=False, **options, **variables))]
         except MemoryError:
@@ -337,6 +341,46 @@ def template_texts(
             if not 0 < len(text.strip()) <= longest:
                 raise ValueError(f"it renders {len(text.strip()):,} characters; 1 to {longest:,} are allowed")
     return texts
+
+
+_ARGUMENTS = {"place": "Oslo"}
+_FUNCTION = {"name": "look_up", "arguments": _ARGUMENTS}
+_CALL = {"id": "call00001", "type": "function", "function": _FUNCTION}  # Mistral's ids have nine characters
+_CALLING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+
+
+@lru_cache(maxsize=16)
+def takes_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a chat template writes the arguments of a call as JSON only if it gets them as JSON text: it
+    refuses an object, as DeepSeek-V3's does, or writes Python's form of it.
+    """
+    as_object = _rendered_call(tokenizer, template, _CALLING)
+    if as_object is not None and str(_ARGUMENTS) not in as_object:
+        return False
+    as_text = _rendered_call(tokenizer, template, [_with_text_arguments(message) for message in _CALLING])
+    return as_text is not None and json.dumps(_ARGUMENTS) in as_text
+
+
+def _rendered_call(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[dict[str, Any]]) -> str | None:
+    """Return the rendering of a call; None if the template refuses it."""
+    with suppress(ValueError), reading("the chat template refuses a call"):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, chat_template=template))
+    return None
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose calls have their arguments as JSON text."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_as_text_call(call) for call in message["tool_calls"]]}
+
+
+def _as_text_call(call: Any) -> Any:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": _as_text_call(call["function"])}
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
+        return call
+    return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
 
 
 def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:

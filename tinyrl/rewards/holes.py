@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from tinyrl.data.messages import as_messages
+from tinyrl.data.messages import as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.tasks import Task
@@ -60,7 +60,7 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
     values = list(dict.fromkeys(right.values()))
     if len(values) < 2:
         return None
-    fields = [_fields(as_messages(task.prompt(rows[i]))[-1]["content"], right[i], values) for i in where]
+    fields = [_fields(as_messages(asked_of(task.prompt(rows[i])))[-1]["content"], right[i], values) for i in where]
 
     def scored(many: list[Texts]) -> np.ndarray:
         """Score several texts of every row in one call: (texts, rows)."""

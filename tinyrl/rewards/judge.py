@@ -34,7 +34,7 @@ import numpy as np
 
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.http_client import NotingClient, last_try, secrets_in, until_done, without_secrets
-from tinyrl.data.messages import as_completion, as_messages
+from tinyrl.data.messages import as_completion, as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
@@ -367,7 +367,7 @@ class JudgeReward:
         answers = [str(task.gold(row) or "")]
         if self.config.mode == "rank":
             answers.append(NONSENSE)
-        prompt = task.prompt(row)
+        prompt = asked_of(task.prompt(row))
         texts = [as_completion(answer, prompt) for answer in answers]
         return self([prompt] * len(texts), texts, row_columns([row] * len(texts)))
 
@@ -378,7 +378,7 @@ class JudgeReward:
         golds = [str(task.gold(row)) for row in rows]
         answers = np.array([[gold, golds[i - 1], "", NONSENSE] for i, gold in enumerate(golds)], object)
         each = [row for row in rows for _ in range(JUDGED_ANSWERS)]
-        prompts = [task.prompt(row) for row in each]
+        prompts = [asked_of(task.prompt(row)) for row in each]
         texts = [as_completion(text, prompt) for text, prompt in zip(answers.ravel(), prompts, strict=True)]
         call = self(prompts, texts, row_columns(each), group_size=JUDGED_ANSWERS)
         scores = np.reshape(call.values, answers.shape)

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
-from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.turns import Side
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids

@@ -37,7 +37,7 @@ from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
-from tinyrl.text import one_line
+from tinyrl.text import ends_in_thought, one_line
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
@@ -191,7 +191,7 @@ class Scorer:
         has_gold = self.task.gold(prompts[0].row) is not None
         how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:TRIED_PROMPTS]:
-            texts = (self.task.gold(prompt.row) or "", "", NONSENSE)
+            texts = (prompt.rest_of(self.task.gold(prompt.row) or ""), "", NONSENSE)
             ended = [behind_thought(prompt, text) for text in texts]
             answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in ended]
             scores = self([prompt] * TRIED_ANSWERS, answers)
@@ -231,7 +231,7 @@ class Scorer:
 
         def call() -> list[RowResults]:
             answers = self._reward_inputs(prompts, completions, transcripts)
-            texts = [p.prompt for p in prompts]
+            texts = [p.question for p in prompts]
             columns = row_columns([p.row for p in prompts])
             columns |= {"completion_ids": completions}
             self._note_duplicates(prompts, answers)
@@ -283,7 +283,7 @@ class Scorer:
 
     def _verify(self, prompts: list[PreparedPrompt], answers: list[Any]) -> RowResults:
         assert self.verifier is not None
-        found = self.verifier([p.prompt for p in prompts], answers, row_columns([p.row for p in prompts]))
+        found = self.verifier([p.question for p in prompts], answers, row_columns([p.row for p in prompts]))
         results = self._noted(self.verifier, found, prompts)
         return keep_verdicts(results, self.task.name) if self.task.right_or_wrong else results
 
@@ -338,7 +338,7 @@ class Scorer:
             for i, p in enumerate(prompts):
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
-                rows.append(reward_tokens(self.model.tokenizer, p.prompt, text, **how))
+                rows.append(reward_tokens(self.model.tokenizer, p.question, text, **how))
             scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
         scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
         unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
@@ -370,7 +370,7 @@ class Scorer:
 
 def behind_thought(prompt: PreparedPrompt, text: str) -> str:
     """Return a text as an answer: behind the end of the thought that the prompt has opened, if the text has none."""
-    return f"\n</think>\n\n{text}" if prompt.opened and "</think>" not in text else text
+    return f"\n</think>\n\n{text}" if ends_in_thought(prompt.opened) and "</think>" not in text else text
 
 
 def keep_verdicts(results: RowResults, name: str) -> RowResults:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from functools import partial
 
 from tinyrl.config.schema import Config
+from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_too
 from tinyrl.environments.environment import Episode
@@ -20,7 +21,15 @@ from tinyrl.models.policy import Policy
 from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import Task, answers
-from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, PromptLimit, marker_notes, most_tokens, prepare_prompts
+from tinyrl.tasks.prompts import (
+    NO_LIMIT,
+    PreparedPrompt,
+    PromptLimit,
+    marker_notes,
+    most_tokens,
+    prepare_prompts,
+    unread_key_notes,
+)
 from tinyrl.text import ends_in_thought
 from tinyrl.workers.calls import WorkerFunction
 
@@ -92,7 +101,12 @@ class Collector:
         judged, warnings = self.scorer.check(self.train_prompts)
         rows = [{"prompt": prompt.prompt} for prompt in self.train_prompts + self.eval_prompts]
         warnings += self.row_notes + template_warnings(policy)
-        warnings += marker_notes(policy.tokenizer, rows, chat=config.task.chat)
+        chat = config.task.chat
+        warnings += marker_notes(policy.tokenizer, rows, chat=chat)
+        if config.environment.agent is None:  # which sends messages of its own
+            conversations = (as_messages(row["prompt"]) for row in rows)
+            variables = config.task.chat_template_kwargs
+            warnings += unread_key_notes(policy.tokenizer, conversations, chat=chat, variables=variables)
         if config.run.eval_prompts:
             key_of = partial(prompt_key, system_prompt=config.task.system_prompt)
             held_out = [key_of(prompt.prompt) for prompt in self.eval_prompts]

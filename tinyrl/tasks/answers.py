@@ -8,15 +8,22 @@ Torch is never imported.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tinyrl.data.formats import Side
 from tinyrl.data.messages import Prompt, roles_of
-from tinyrl.models.tokens import disguised, template_text, thought_openings, token_ids, tokens_behind
+from tinyrl.data.turns import Side
+from tinyrl.models.tokens import (
+    disguised,
+    template_text,
+    thought_openings,
+    token_ids,
+    tokens_behind,
+)
 from tinyrl.tasks.prompts import (
     ANSWER,
     ASKED,
@@ -119,7 +126,7 @@ def as_ended(tokenizer: Tokenizer, sampled: list[int], *, end: int) -> list[int]
 
 def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variables: dict[str, Any]) -> str | None:
     """Return what is wrong with the chat template, if prompts go through it: it refuses, or a turn ends with none of
-    the `ends`, the tokens that end a completion.
+    the `ends`, the tokens that end a completion. A turn behind which the template writes nothing is learnt through EOS.
     """
     if not in_chat(tokenizer, chat):
         return None
@@ -127,6 +134,8 @@ def template_fault(tokenizer: Tokenizer, ends: set[int], *, chat: Chat, variable
         after = after_answer(tokenizer, variables)
     except ValueError as error:
         return first_line(error)
+    if not after.strip() and tokenizer.eos_token_id in ends:
+        return None
     if not ends & {*token_ids(tokenizer, after)}:
         return f"a turn ends with {truncate(after)!r}, and no token of that ends a completion"
     return None
@@ -141,6 +150,19 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 # ---- answers to learn from ----
+
+
+class NotContinuedError(ValueError):
+    """The chat template does not continue its own prompt with an answer."""
+
+
+def thinking_variables(tokenizer: Tokenizer, variables: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the variables with each switch of thinking that the chat template names (enable_thinking, thinking) and
+    that they do not set, on and off. Of a name that is no variable of the template's they change nothing.
+    """
+    names = dict.fromkeys(re.findall(r"[A-Za-z_]*think(?:ing)?\b", str(tokenizer.chat_template)))
+    switches = [name for name in names if name not in ("think", *variables)]
+    return [{**variables, name: value} for name in switches for value in (True, False)]
 
 
 def answer_tokens(
@@ -186,8 +208,8 @@ def render_answer(
     is `answer_tokens`. An answer of one message of the assistant is what the chat template adds to its own rendering of
     the prompt with the generation prompt, through the token that ends the turn (EOS if the template writes none). Both
     renderings are of these messages alone, so a template that strips the thinking of earlier turns does so in both.
-    Raises ValueError, quoting the template, if the second does not begin with the first, and for a message of the
-    prompt that the template leaves out.
+    Raises NotContinuedError, quoting the template, if the second does not begin with the first, and ValueError for a
+    message of the prompt that the template leaves out.
     """
     eos = answer_end(tokenizer, chat=False, variables={})
     if isinstance(answer, str):
@@ -197,7 +219,7 @@ def render_answer(
             target = token_ids(tokenizer, answer.rstrip() if ends else answer)
             return [start], _ended(target[1:] if target[:1] == [start] else target, eos)
         how: Any = {"chat": chat, "variables": variables}
-        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, **how)
+        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, tools=tools, **how)
         return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
@@ -213,7 +235,7 @@ def render_answer(
     if not whole.startswith(asked):
         at = shared_length(asked, whole)
         without, with_it = (text[max(0, at - 30) : at + 40] for text in (asked, whole))
-        raise ValueError(
+        raise NotContinuedError(
             "the chat template does not continue its own prompt, so the turn to learn is not known: before the turn "
             f"it writes {without!r}, and with the turn {with_it!r}. Where a variable of the template decides "
             "(enable_thinking), set it with task.chat_template_kwargs={NAME: VALUE}"

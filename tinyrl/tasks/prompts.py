@@ -5,15 +5,17 @@ Torch is never imported: the caller hands the tokenizer over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
-from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
+from tinyrl.data.messages import Message, Prompt, as_messages, asked_of, prompt_of
 from tinyrl.data.readers import Row
+from tinyrl.data.turns import MARKS, NOT_CONTENT
 from tinyrl.models.tokens import (
     THOUGHTS,
     added_around,
@@ -36,6 +38,7 @@ Chat = Literal["auto"] | bool  # task.chat
 BATCH = 1024  # prompts that are rendered and tokenised in one call
 SHOWN = 200  # characters of a long prompt that are kept
 LEAST_CHARACTERS = 100_000  # of a text that is not tokenised: some tokenizers drop or merge characters
+READ_HERE = {"role", "content", "tool_call_id", "id", *MARKS}  # keys of messages that are read without a template
 ASKED = "usersaid"
 ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
 
@@ -44,12 +47,16 @@ ANSWER = "policysaid"  # contents that are rendered to see what the template wri
 class Rendered:
     text: str
     tokens: list[int]
-    opened: str  # "<think>..." that the prompt opened at its end and did not close; "" otherwise
+    opened: (
+        str  # the beginning of the answer at its end: "<think>..." that is not closed, the assistant's message; or ""
+    )
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A row and its prompt: as the data has it, and rendered (with an environment's opening at the end)."""
+    """A row and its prompt: as the data has it, and rendered (with an environment's opening at the end). Whoever reads
+    a completion as text reads `opened` and the sampled tokens' text behind it; the tokens are those sampled.
+    """
 
     index: int  # of the row in its split
     row: Row
@@ -57,6 +64,15 @@ class PreparedPrompt:
     text: str
     tokens: list[int]
     opened: str
+
+    @property
+    def question(self) -> Prompt:
+        """Return the prompt as rewards and environments get it (`asked_of`)."""
+        return asked_of(self.prompt)
+
+    def rest_of(self, answer: str) -> str:
+        """Return what is left to write of a whole answer, such as a gold one, behind the beginning that is there."""
+        return answer.removeprefix(self.opened)
 
 
 @dataclass(frozen=True)
@@ -92,9 +108,9 @@ def prepare_prompts(
     limit: PromptLimit,
     openings: list[str | None] | None = None,
 ) -> list[PreparedPrompt]:
-    """Render every row, with the environment's opening (if any) at the end of its text or last message. Prompts over
-    the limit are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the row, for one that
-    cannot be rendered.
+    """Render every row, with the environment's opening (if any) at the end of its text or of the last message that is
+    asked. Prompts over the limit are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the
+    row, for one that cannot be rendered.
     """
     prepared: list[PreparedPrompt] = []
     long: list[LongPrompt] = []
@@ -171,12 +187,14 @@ def check_characters(tokenizer: Tokenizer, characters: int, *, tokens: int) -> N
 
 
 def with_opening(prompt: Prompt, opening: str | None) -> Prompt:
-    """Return a prompt with an environment's opening at the end of its text or last message."""
+    """Return a prompt with an environment's opening at the end of its text or of the last message that is asked."""
     if opening is None:
         return prompt
     if isinstance(prompt, str):
         return prompt + opening
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + opening}]
+    at = len(asked_of(prompt)) - 1
+    asked = {**prompt[at], "content": prompt[at]["content"] + opening}
+    return [*prompt[:at], asked, *prompt[at + 1 :]]
 
 
 def characters_of(prompt: Prompt | None) -> int:
@@ -216,16 +234,18 @@ def render_prompt(
     chat: Chat = "auto",
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> Rendered:
     """Render and tokenise a prompt, ready for the model to continue.
 
     With the tokenizer's chat template (`chat` True, or "auto" if it has one) text becomes one user message, the system
     prompt replaces a system message of the data, and messages that end with the assistant are continued; `variables`
-    go to the template (enable_thinking). Without it the text stays as it is, after the system prompt and an empty line;
-    a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an EOS. Raises ValueError if
-    that cannot be done, or the template leaves a message out.
+    go to the template (enable_thinking), and `tools` of a row. Without it the text stays as it is, after the system
+    prompt and an empty line; a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an
+    EOS. Raises ValueError if that cannot be done, or the template leaves a message out.
     """
-    return render_prompts(tokenizer, [prompt], chat=chat, system_prompt=system_prompt, variables=variables)[0]
+    how: Any = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "tools": tools}
+    return render_prompts(tokenizer, [prompt], **how)[0]
 
 
 def render_prompts(
@@ -235,6 +255,7 @@ def render_prompts(
     chat: Chat = "auto",
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
+    tools: list[Any] | None = None,
 ) -> list[Rendered]:
     """Render and tokenise prompts as `render_prompt` does, in few calls of the template and the tokenizer."""
     prompts = [prompt_of(prompt) for prompt in prompts]
@@ -243,7 +264,7 @@ def render_prompts(
         raise ValueError(f"task.chat_template_kwargs={variables}, but this model's tokenizer has no chat template")
     if in_chat(tokenizer, chat):
         conversations = [asked_messages(prompt, system_prompt) for prompt in prompts]
-        return _rendered_by_template(tokenizer, conversations, variables)
+        return _rendered_by_template(tokenizer, conversations, variables, tools=tools)
     texts = list[str]()
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -260,14 +281,16 @@ def render_prompts(
 
 
 def _rendered_by_template(
-    tokenizer: Tokenizer, conversations: list[list[Message]], variables: dict[str, Any]
+    tokenizer: Tokenizer, conversations: list[list[Message]], variables: dict[str, Any], *, tools: list[Any] | None
 ) -> list[Rendered]:
     """Render conversations through the chat template, as prompts to continue, and tokenise them."""
     continued = [messages[-1]["role"] == "assistant" for messages in conversations]
     texts = [""] * len(conversations)
     for goes_on in {*continued}:
         places = [place for place, one in enumerate(continued) if one is goes_on]
-        last = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        last: dict[str, Any] = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+        if tools:
+            last["tools"] = tools
         part = [conversations[place] for place in places]
         for place, text in zip(places, template_texts(tokenizer, part, variables=variables, **last), strict=True):
             check_written(tokenizer, conversations[place], text, variables=variables, **last)
@@ -283,8 +306,8 @@ def _rendered_by_template(
 def _opened_by_template(
     tokenizer: Tokenizer, conversations: list[list[Message]], texts: list[str], variables: dict[str, Any]
 ) -> list[str]:
-    """Return of each rendering the <think> that the template, or a turn that is continued, has opened and not closed:
-    what is not in the rendering of what was asked. A text in which all are closed has none.
+    """Return of each rendering the beginning of an answer: the message of the assistant that is continued, or the
+    <think> that the template has opened and not closed, which is not in the rendering of what was asked.
     """
     opened = [""] * len(texts)
     places = [place for place, text in enumerate(texts) if open_thinking(tokenizer, text)]
@@ -298,7 +321,19 @@ def _opened_by_template(
     asked.update(zip(rendered, parts, strict=True))
     for place in places:
         opened[place] = open_thinking(tokenizer, texts[place][shared_length(texts[place], asked[place]) :])
+    for place, messages in enumerate(conversations):
+        if messages[-1]["role"] == "assistant":
+            opened[place] = max(opened[place], _begun(tokenizer, texts[place], messages[-1]["content"]), key=len)
     return opened
+
+
+def _begun(tokenizer: Tokenizer, text: str, content: str) -> str:
+    """Return the content of a prompt's last message as the template wrote it at the end of `text`, which may be without
+    the spaces around it.
+    """
+    written = disguised(tokenizer, content, own=True)
+    start = text.rfind(written.rstrip())
+    return text[start if start >= 0 else text.rfind(written.strip()) :]
 
 
 def check_written(
@@ -337,6 +372,47 @@ def marker_notes(tokenizer: Tokenizer, rows: list[Row], *, chat: Chat) -> list[s
     found = [number for number, row in enumerate(rows, start=1) if marked(row)]
     what = "contain a marker of the model, which is read as plain text; if it is rendered already, set task.chat=false"
     return [f"{len(found):,} of {len(rows):,} rows (first: row {found[0]}) {what}"] if found else []
+
+
+def unread_key_notes(
+    tokenizer: Tokenizer, conversations: Iterable[list[Message]], *, chat: Chat, variables: dict[str, Any]
+) -> list[str]:
+    """Return a line for each key of messages without which the chat template writes the same. It is tried on the first
+    message of each shape: a role, and the keys that hold something.
+    """
+    if not in_chat(tokenizer, chat):
+        return []
+    unread = dict[tuple[str, tuple[str, ...]], list[str]]()
+    counts = Counter[tuple[str, str]]()
+    for messages in conversations:
+        for place, message in enumerate(messages):
+            names = tuple(sorted(name for name, value in message.items() if value not in ("", [], {})))
+            shape = (message["role"], names)
+            if shape not in unread:
+                unread[shape] = _unread_keys(tokenizer, messages[: place + 1], names, variables=variables)
+            counts.update((message["role"], name) for name in unread[shape])
+    notes = list[str]()
+    for (role, name), count in counts.items():
+        what = f"`{truncate(name)}` of {count:,} messages of the role {truncate(role)} is not shown to the model"
+        kind = "warning: " if name in NOT_CONTENT else ""
+        notes.append(f"{kind}{what}: its chat template writes the same without it")
+    return notes
+
+
+def _unread_keys(
+    tokenizer: Tokenizer, messages: list[Message], names: Iterable[str], *, variables: dict[str, Any]
+) -> list[str]:
+    """Return which keys of the last message change nothing in the rendering, of those that the template alone reads."""
+    tried = [name for name in names if name not in READ_HERE]
+    *before, last = messages
+    unread = list[str]()
+    with suppress(ValueError):  # a template that does not write such a message refuses the row itself
+        whole = template_text(tokenizer, messages, variables=variables) if tried else ""
+        for name in tried:
+            without = {key: value for key, value in last.items() if key != name}
+            if template_text(tokenizer, [*before, without], variables=variables) == whole:
+                unread.append(name)
+    return unread
 
 
 def open_thinking(tokenizer: Tokenizer, text: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tinyrl.config.schema import Config
+from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import (
     COMPLETION,
     KNOWN_COLUMNS,
@@ -23,6 +24,7 @@ from tinyrl.data.formats import (
     at_place,
     given_beside,
     has_system,
+    refuse_media,
     with_prompt,
 )
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
@@ -149,7 +151,8 @@ def row_kind(config: Config) -> RowKind:
     """
     match config.trains.rows:
         case "prompts":
-            return Prompts(load_task(config.task.name or "rows"), verified=config.reward.is_verifier)
+            task = load_task(config.task.name or "rows")
+            return Prompts(task, verified=config.reward.is_verifier, columns_are_read=code_reads_columns(config, task))
         case "text":
             kind = Texts(learns_prompts=config.sft.loss_on == "all")
         case "pairs":
@@ -158,6 +161,16 @@ def row_kind(config: Config) -> RowKind:
             kind = Judged()
     check_data_given(config)
     return kind
+
+
+def code_reads_columns(config: Config, task: Task) -> bool:
+    """Return whether a person's own code gets all columns of a row: a task, a reward function, an environment, tools,
+    or an agent.
+    """
+    environment = config.environment
+    functions = [function for function in config.reward.functions if not function.is_judge]
+    has_environment = environment.name is not None and environment.name not in BUILT_IN_ENVIRONMENTS
+    return bool(task.own or functions or has_environment or environment.tools or environment.agent)
 
 
 def check_data_given(config: Config) -> None:
@@ -212,12 +225,13 @@ def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind, *, sy
 
 class Prompts(RowKind):
     """Prompts of a task, to sample answers to. verified: the task's verifier is the reward, so that it must be able to
-    judge each row.
+    judge each row. columns_are_read: a person's code may read any column.
     """
 
-    def __init__(self, task: Task, *, verified: bool) -> None:
+    def __init__(self, task: Task, *, verified: bool, columns_are_read: bool = False) -> None:
         self.task = task
         self.verified = verified
+        self.columns_are_read = columns_are_read
         self.has_own_rows = task.generate is not None
 
     def prompt(self, row: Row) -> Prompt:
@@ -263,6 +277,8 @@ class Prompts(RowKind):
         for column in RESERVED_COLUMNS & {*row}:
             rename = f"Rename it with task.columns.NEW={column}"
             raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
+        if not self.columns_are_read:
+            refuse_media(row)
         task.prompt(row)
         task.gold(row)
         if self.verified and task.check_reference is not None:
@@ -297,7 +313,12 @@ def _with_text(config: Config) -> RunRows:
 
 def text_rows(config: Config) -> Placed:
     """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
-    return placed_rows(config.ppo.ptx_data) if config.method == "ppo" and config.ppo.ptx_data else []
+    if config.method != "ppo" or not config.ppo.ptx_data:
+        return []
+    placed = placed_rows(config.ppo.ptx_data)
+    for place, row in placed:
+        at_place(place, refuse_media, row)
+    return placed
 
 
 def _settings_of_rows(config: Config) -> str:

@@ -89,7 +89,9 @@ class Distill(OnPolicy):
     def given(self, prompt: PreparedPrompt) -> Sample:
         """Take a row's `completion`, or the task's gold answer. Raises ValueError for a row that has none."""
         where = self.config.task
-        text = prompt.row.get("completion", self.collector.task.gold(prompt.row))
+        gold = self.collector.task.gold(prompt.row)
+        whole = prompt.rest_of(gold) if isinstance(gold, str) else gold
+        text = prompt.row.get("completion", whole)
         if not isinstance(text, str) or not text:
             raise ValueError(f"row {prompt.index + 1} has no answer to learn from: it needs a `completion` of text")
         how = {"chat": where.chat, "variables": where.chat_template_kwargs}

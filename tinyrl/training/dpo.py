@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,14 +27,16 @@ from torch import Tensor
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import dpo_loss, ipo_loss, kto_loss, mismatched_kl, orpo_loss, simpo_loss
 from tinyrl.config.method_sections import DpoConfig
-from tinyrl.data.formats import Side, preference
-from tinyrl.data.messages import Prompt, as_messages
+from tinyrl.data.formats import preference
+from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
+from tinyrl.data.turns import Side, learnt_turns
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
+from tinyrl.tasks.answers import turn_closing
 from tinyrl.tasks.run_rows import RunRows
 from tinyrl.training.method import Pass
 from tinyrl.training.rows import RowMethod, join_turns, rendered
@@ -43,7 +45,7 @@ from tinyrl.training.run import Run
 REFERENCE_LOGPROBS = "reference_logprobs.safetensors"
 REWRITTEN = (
     "warning: the chat template writes an earlier turn of the assistant otherwise than it is sampled; of conversations "
-    "with such turns only those behind the last one are learnt"
+    "with such turns only those through the first one are learnt"
 )
 Split = Literal["training", "held-out"]
 
@@ -69,33 +71,33 @@ class Dpo(RowMethod):
         most = self.config.dpo.max_tokens
         return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
 
-    def examples(self, row: Row) -> list[Example]:
+    def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
         """Put both sides behind the tokens that their prompts have in common. Every turn of the assistant is learnt."""
         pair = preference(row)
-        sides = [self.side(pair.prompt, answer) for answer in pair.answers]
+        how: Any = {"continues": pair.continues, "variables": variables}
+        sides = [self.side(pair.prompt, answer, **how) for answer in pair.answers]
         at = common_length([side.prompt for side in sides])
         answers = tuple(side.texts[0][at:] for side in sides)
         masks = tuple([False] * (len(side.prompt) - at) + side.listed()[0] for side in sides)
         return [Example(sides[0].prompt[:at], answers, None if all(map(all, masks)) else masks)]
 
-    def side(self, prompt: Prompt | None, answer: Side) -> Example:
+    def side(self, prompt: Prompt | None, answer: Side, *, continues: bool, variables: dict[str, Any]) -> Example:
         """Tokenise an answer, or the turns of the assistant in a conversation, each behind all before it. Where the
-        template writes a turn otherwise once others follow (it strips its thinking), only the turns behind the last
-        such one are learnt, which is noted.
+        template writes a turn otherwise once others follow (it strips its thinking), only the turns through the first
+        such one are learnt, which is noted: both sides of a pair begin behind their common prompt.
         """
-        system_prompt = self.config.task.system_prompt
+        how: Any = {"system_prompt": self.config.task.system_prompt, "variables": variables}
         if isinstance(answer, str):
-            return rendered(self.policy, prompt, answer, system_prompt=system_prompt)
-        messages = as_messages(prompt)
-        turns: list[Example] = []
-        for place, message in enumerate(answer):
-            if message["role"] == "assistant":
-                before = [*messages, *answer[:place]]
-                turns.append(rendered(self.policy, before, [message], system_prompt=system_prompt))
-        parts = join_turns(turns)
+            return rendered(self.policy, prompt, answer, **how)
+        turns = [
+            rendered(self.policy, turn.prompt, turn.answer, **how)
+            for turn in learnt_turns(prompt, answer, continues=continues)
+        ]
+        closing = turn_closing(self.tokenizer, variables)
+        parts = join_turns(turns, appended_end=not closing)
         if len(parts) > 1 and REWRITTEN not in self.notes:
             self.notes.append(REWRITTEN)
-        return parts[-1]
+        return parts[0]
 
     def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
         """Look up or compute what the reference says of the pairs, then make the pass over them."""

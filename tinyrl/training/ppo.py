@@ -275,7 +275,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def text_examples(row: Row, policy: Policy, *, place: str) -> list[Example]:
     """Tokenise a row of ppo.ptx_data. Raises ValueError, quoting its place, for an empty or too long one."""
     try:
-        found = join_turns(turns_of(row, policy, system_prompt=None))
+        variables = policy.config.task.chat_template_kwargs
+        found = join_turns(turns_of(row, policy, system_prompt=None, variables=variables))
         if not found:
             raise ValueError("an empty answer teaches nothing")
     except ValueError as error:

@@ -26,6 +26,7 @@ from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
 from tinyrl.data.formats import labelled, preference, two_labels
 from tinyrl.data.readers import Row
+from tinyrl.data.turns import behind_beginning
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
 from tinyrl.models.batch import Batch, Example
@@ -85,12 +86,15 @@ class RewardModel(RowMethod):
         """Return how prompts are written; saved with the weights, so that scoring writes them the same way."""
         return TextFormat.of_run(self.config)
 
-    def examples(self, row: Row) -> list[Example]:
+    def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
         one = labelled(row) if self.kind.has_labels else preference(row)
         how = {"text_format": self.text_format, "max_tokens": self.room}
         adapter = self.policy.peft is not None
-        texts = [reward_tokens(self.tokenizer, one.prompt, answer, adapter=adapter, **how) for answer in one.answers]
+        texts = list[list[int]]()
+        for side in one.answers:
+            prompt, answer = behind_beginning(one.prompt, side, continues=one.continues)
+            texts.append(reward_tokens(self.tokenizer, prompt, answer, adapter=adapter, **how))
         at = max(1, common_length(texts))
         return [Example(texts[0][:at], tuple(text[at:] for text in texts), value=one.value)]
 

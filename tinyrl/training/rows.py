@@ -8,22 +8,33 @@ sampled from, and behind it the answer through its end-of-turn token (tasks/answ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from tinyrl.data.formats import EQUAL, Side, beginning, leave_out
+from tinyrl.data.formats import EQUAL, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, with_num_steps
+from tinyrl.data.turns import Side
 from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable
 from tinyrl.rollout.collect import template_warnings
 from tinyrl.runs.counting import counted
-from tinyrl.tasks.answers import render_answer
-from tinyrl.tasks.prompts import LongText, characters_of, check_characters, marker_notes, shows_tools
+from tinyrl.tasks.answers import NotContinuedError, render_answer, thinking_variables
+from tinyrl.tasks.prompts import (
+    LongText,
+    characters_of,
+    check_characters,
+    in_chat,
+    marker_notes,
+    shows_tools,
+    unread_key_notes,
+)
 from tinyrl.tasks.run_rows import RunRows, hidden_tools, keys_of, shared_by_splits
 from tinyrl.text import truncate
 from tinyrl.training.method import Method, Pass
@@ -43,11 +54,10 @@ class RowMethod(Method):
         self.notes = [*rows.notes, *rows.kind.described(rows.train)]
         self.tokenizer = policy.tokenizer
         self.row_fingerprints = fingerprints(rows.train, rows.held_out)
+        self.switched = Counter[str]()  # rows behind the prompt of another switch of the chat template, by the switch
         self.train_rows = self.tokenised(rows.train)
         self.held_out = self.tokenised(rows.held_out)
-        self.notes += marker_notes(self.tokenizer, rows.train + rows.held_out, chat=self.config.task.chat)
-        if not shows_tools(self.tokenizer, self.config.task.chat):
-            self.notes += hidden_tools(rows.train + rows.held_out, self.kind)
+        self.notes += self.rendering_notes(rows.train + rows.held_out)
         if self.config.run.eval_prompts:
             system_prompt = self.config.task.system_prompt
             self.notes += few_held_out(keys_of(rows.held_out, self.kind, system_prompt=system_prompt))
@@ -56,9 +66,46 @@ class RowMethod(Method):
         check_ids(texts, self.tokenizer, policy.causal)
         self.config = with_num_steps(self.config, rows=len(self.train_rows), of_step=self.batch_size)
 
-    def examples(self, row: Row) -> list[Example]:
-        """Tokenise a row. Raises ValueError where it cannot be rendered."""
+    def rendering_notes(self, rows: list[Row]) -> list[str]:
+        """Return notes on what the tokens of rows hold otherwise than one may think, or do not hold."""
+        where = self.config.task
+        notes = marker_notes(self.tokenizer, rows, chat=where.chat)
+        different = {id(row): row for row in rows}  # of few rows, held-out ones are those to train on
+        conversations = (messages for row in different.values() for messages in self.kind.conversations(row))
+        variables = where.chat_template_kwargs
+        notes += unread_key_notes(self.tokenizer, conversations, chat=where.chat, variables=variables)
+        if not shows_tools(self.tokenizer, where.chat):
+            notes += hidden_tools(rows, self.kind)
+        for switch, count in self.switched.items():
+            what = f"{count:,} of {len(rows):,} rows are learnt behind the chat template's prompt with {switch}"
+            notes.append(f"{what}, since that without it does not go on as their answers do")
+        bos = self.tokenizer.bos_token_id
+        if isinstance(bos, int) and bos != self.tokenizer.eos_token_id and not in_chat(self.tokenizer, where.chat):
+            count = sum(any(learns(one, bos) for one in row) for row in self.train_rows + self.held_out)
+            if count:
+                what = f"the answers of {count:,} of {len(rows):,} rows hold {self.tokenizer.bos_token}"
+                notes.append(f"warning: {what}, the token that begins a text, and it is learnt there")
+        return notes
+
+    def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
+        """Tokenise a row, with variables of the chat template. Raises ValueError where it cannot be rendered."""
         raise NotImplementedError
+
+    def read(self, row: Row) -> list[Example]:
+        """Tokenise a row, of which all prompts think or none does: where the chat template's own prompt is not
+        continued by an answer with thoughts, or without, its other prompt is taken, and counted in `switched`.
+        """
+        given = self.config.task.chat_template_kwargs
+        try:
+            return self.examples(row, given)
+        except NotContinuedError:
+            for variables in thinking_variables(self.tokenizer, given):
+                with suppress(NotContinuedError):
+                    found = self.examples(row, variables)
+                    (name,) = variables.keys() - given.keys()
+                    self.switched[f"{name}={str(variables[name]).lower()}"] += 1
+                    return found
+            raise
 
     def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
         """Return the pass over a step's examples, and metrics of them; rows: their places in train_rows."""
@@ -111,7 +158,7 @@ class RowMethod(Method):
         for place, row in enumerate(counted(rows, what="rows tokenised", total=len(rows))):
             examples = list[Example]()
             try:
-                examples = self.examples(row)
+                examples = self.read(row)
             except LongText as error:  # all of the row
                 long.append((place, str(error)))
                 untokenised += 1
@@ -148,33 +195,60 @@ def tokens_of(row: list[Example]) -> int:
     return total
 
 
+def learns(example: Example, token: int) -> bool:
+    """Return whether a token is among those of an example that are learnt."""
+    if not any(token in answer for answer in example.responses):
+        return False
+    for answer, mask in zip(example.responses, example.listed(), strict=True):
+        if any(found == token and learnt for found, learnt in zip(answer, mask, strict=True)):
+            return True
+    return False
+
+
 def rendered(
-    policy: Policy, prompt: Prompt | None, answer: Side, *, system_prompt: str | None, tools: list[Any] | None = None
+    policy: Policy,
+    prompt: Prompt | None,
+    answer: Side,
+    *,
+    system_prompt: str | None,
+    variables: dict[str, Any],
+    tools: list[Any] | None = None,
 ) -> Example:
     """Tokenise an answer behind its prompt. Raises ValueError where the chat template cannot write it, and LongText for
     what is longer than the model's positions, whatever its tokens are.
     """
-    where = policy.config.task
     characters = characters_of(prompt) + characters_of(answer)
     check_characters(policy.tokenizer, characters, tokens=policy.positions)
-    how = {"chat": where.chat, "system_prompt": system_prompt, "variables": where.chat_template_kwargs, "tools": tools}
+    chat = policy.config.task.chat
+    how = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "tools": tools}
     tokens, target = render_answer(policy.tokenizer, prompt, answer, **how)
     return Example(tokens, (target,))
 
 
-def join_turns(turns: list[Example]) -> list[Example]:
+def join_turns(turns: list[Example], *, appended_end: bool = False) -> list[Example]:
     """Join turns: one whose prompt begins with all of the one before goes on behind it, so that a conversation of n
     turns is read once and no number changes. Where a template strips earlier thinking, the turns stay apart.
+
+    appended_end: the template ends no turn (the next role's marker does), so that the EOS at the end of each is not its
+    own; a turn that others follow is joined, and learnt, without it.
     """
     out: list[Example] = []
     for turn in turns:
         before = out[-1] if out else None
-        read = before.texts[0] if before else []
-        if before is None or turn.prompt[: len(read)] != read:
+        if before is None:
             out.append(turn)
             continue
-        (target,), (answer,), between = before.responses, turn.responses, turn.prompt[len(read) :]
-        mask = [*before.listed()[0], *[False] * len(between), *[True] * len(answer)]
+        (target,), (mask,), (answer,) = before.responses, before.listed(), turn.responses
+        read = before.texts[0]
+        if appended_end:
+            read = read[:-1]
+            target = target[:-1]
+            mask = mask[:-1]
+        if turn.prompt[: len(read)] != read:
+            out.append(turn)
+            continue
+        between = turn.prompt[len(read) :]
+        mask = [*mask, *[False] * len(between), *[True] * len(answer)]
         out[-1] = Example(before.prompt, (target + between + answer,), (mask,))
     return out
 

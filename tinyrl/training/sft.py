@@ -10,6 +10,7 @@ in one pass, which changes no number. With model.random_init this pre-trains a s
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from tinyrl.training.run import Run
 class Sft(RowMethod):
     """Supervised fine-tuning. A row has an example for each answer, or for several that are one growing text."""
 
-    def examples(self, row: Row) -> list[Example]:
-        return turns_of(row, self.policy, system_prompt=self.config.task.system_prompt)
+    def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
+        return turns_of(row, self.policy, system_prompt=self.config.task.system_prompt, variables=variables)
 
     def make_pass(self, examples: list[Example], rows: list[int], run: Run) -> tuple[Pass, dict[str, float]]:
         tokens = sum(sum(one.learnt) for one in examples)
@@ -59,17 +60,18 @@ def negative_log_likelihood(policy: Policy, batch: Batch) -> Tensor:
     return -policy.logprobs("policy", batch, temperature=1.0)[0].sum()
 
 
-def turns_of(row: Row, policy: Policy, *, system_prompt: str | None) -> list[Example]:
+def turns_of(row: Row, policy: Policy, *, system_prompt: str | None, variables: dict[str, Any]) -> list[Example]:
     """Make an example for each answer of a row that is not empty; under sft.loss_on=all one of the whole text, of a
     conversation as far as its last answer. Raises ValueError where a row cannot be rendered.
     """
     wanted = text_examples(row)
     tokenizer = policy.tokenizer
+    how: Any = {"system_prompt": system_prompt, "variables": variables}
     if policy.config.sft.loss_on == "completion":
         wanted = [w for w in wanted if not is_empty(w.answer)]
-        return [rendered(policy, w.prompt, w.answer, tools=w.tools, system_prompt=system_prompt) for w in wanted]
+        return [rendered(policy, w.prompt, w.answer, tools=w.tools, **how) for w in wanted]
     last = wanted[-1]
-    whole = rendered(policy, last.prompt, last.answer, tools=last.tools, system_prompt=system_prompt)
+    whole = rendered(policy, last.prompt, last.answer, tools=last.tools, **how)
     if last.prompt is None:
         return [whole]
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id

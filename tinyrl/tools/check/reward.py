@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tinyrl.config.schema import Config
-from tinyrl.data.messages import as_completion
+from tinyrl.data.messages import as_completion, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.numbers import mean
@@ -302,7 +302,7 @@ class TextScorer:
         self.task = task
         self.functions = functions
         self.name = " + ".join(function.name for function in functions)
-        self.prompts = [task.prompt(row) for row in rows]
+        self.prompts = [asked_of(task.prompt(row)) for row in rows]
         self.columns = row_columns(rows)
         self.is_played = has_environment(config, task)
         self.gets_messages = self.is_played or not isinstance(self.prompts[0], str)
