@@ -108,13 +108,14 @@ def go_on(path: Path) -> None:
     sys.exit(running.go_on(RunDir(path)))
 
 
-def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object]) -> None:
-    """Have `owner.name` run `do` first when it is called for the number-th time."""
+def before_call(owner: Any, name: str, number: int, *, do: Callable[[], object], within: Path | None = None) -> None:
+    """Have `owner.name` run `do` first when it is called for the number-th time; within: with a path in that folder."""
     plain, calls = getattr(owner, name), itertools.count(1)
 
     @functools.wraps(plain)
     def counting(*arguments: Any, **named: Any) -> Any:
-        if next(calls) == number:
+        counts = within is None or Path(arguments[0]).is_relative_to(within)
+        if counts and next(calls) == number:
             do()
         return plain(*arguments, **named)
 

@@ -31,7 +31,7 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
-from tinyrl.tasks.prompts import prepare_prompts
+from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 
 TURNS, BUDGET, LONGEST = 3, 20, 9  # of an episode: turns, tokens sampled in all; tokens of a reply
 WORDS = tuple(a + b for a in "abcdefg" for b in "vwxyz")
@@ -298,7 +298,7 @@ def test_a_call_that_the_prompt_begins_is_run() -> None:
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     begun = '<tool_call>\n{"name": "add", '
     prompt = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": begun}]
-    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}, "max_prompt_tokens": 99}
+    how: Any = {"chat": "auto", "system_prompt": None, "variables": {}, "limit": NO_LIMIT}
     rows = [{"prompt": prompt}]
     prepared = prepare_prompts(load_task("rows"), rows, tokenizer=tokenizer, on_overlong_prompt="error", **how)
     environment = SimpleNamespace(has_openings=False)

@@ -106,7 +106,7 @@ def policy_loss(
         metrics |= kl_metrics
         if not has_old:
             nats = masked_sum(k1(logprobs.detach(), batch.padded("ref")), batch.mask)
-            metrics["objective/kl"] = nats / counts.episodes
+            metrics["objective/kl"] = nats / max(counts.episodes, 1)
     return loss, metrics | entropy_metrics
 
 

@@ -204,6 +204,7 @@ def checked(words: str, options: dict[str, Any]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.wide
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words, options, code, place = PLANTED[fault]
     if fault == "a step that does not fit":
@@ -213,6 +214,7 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("run", SOUND)
+@pytest.mark.wide
 def test_a_sound_run_raises_no_alarm(run: str) -> None:
     words, options = SOUND[run]
     assert checked(f"{run} {words}", options) == (0, "")
@@ -222,10 +224,10 @@ def test_the_facts_of_rewards_and_environments_are_counted() -> None:
     reward = sections_of(REWARD.replace("NAME", "right"), QUICK)[2].facts
     assert [reward[kind] for kind in ("gold", "nothing", "nonsense", "failed")] == [1.0, 0.0, 0.0, 0.0]
     game = sections_of(f"{ROWS} environment.name=mine.py:game", QUICK)[-1].facts
-    assert game["gold"] == {"answered": 15, "ended": 15, "invalid": 0, "failed": 0}
-    assert game["nothing"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+    assert game["gold"] == {"answered": 15, "ended": 15, "invalid": 0, "tool_errors": 0, "failed": 0}
+    assert game["nothing"] == {"answered": 15, "ended": 0, "invalid": 0, "tool_errors": 0, "failed": 0}
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:add] model.path=tools", QUICK)[-1].facts
-    assert tools["call add"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+    assert tools["call add"] == {"answered": 15, "ended": 0, "invalid": 0, "tool_errors": 0, "failed": 0}
     assert tools["unknown tool"]["invalid"] == tools["gold"]["ended"] == 15
 
 
@@ -240,7 +242,7 @@ def test_gold_is_tried_in_the_forms_in_which_chat_models_write_it() -> None:
 
 def test_a_tool_is_tried_with_the_example_of_its_docstring() -> None:
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:power] model.path=tools", QUICK)[-1]
-    assert tools.facts["call power"] == {"answered": 15, "ended": 0, "invalid": 0, "failed": 0}
+    assert tools.facts["call power"] == {"answered": 15, "ended": 0, "invalid": 0, "tool_errors": 0, "failed": 0}
 
 
 def test_the_share_that_failed_is_of_the_calls_that_were_made() -> None:

@@ -54,17 +54,18 @@ class Script:
         return [reply for reply in self.replies if reply is not None]
 
     @property
-    def invalid(self) -> int:
-        return len([reply for reply in self.given if reply.invalid])
+    def failed_replies(self) -> list[Reply]:
+        """Return the replies to calls that failed, by their own fault or the tool's."""
+        return [reply for reply in self.given if reply.invalid or reply.tool_error]
 
     @property
     def is_broken(self) -> bool:
-        """Return whether calls that should work all failed: they are invalid, or got no answer."""
-        return self.should_work and self.invalid + len(self.reasons) == len(self.turns)
+        """Return whether calls that should work all failed: they are invalid, the tool raised, or got no answer."""
+        return self.should_work and len(self.failed_replies) + len(self.reasons) == len(self.turns)
 
     @property
     def first_reason(self) -> str:
-        texts = [reply.text.removeprefix(CALL_FAILED).strip() for reply in self.given if reply.invalid]
+        texts = [reply.text.removeprefix(CALL_FAILED).strip() for reply in self.failed_replies]
         return one_line([*texts, *self.reasons][0], SHOWN)
 
     @property
@@ -76,7 +77,8 @@ class Script:
             "answered": len([reply for reply in self.given if reply.text]),
             "failed": len(self.reasons),
             "ended": ended,
-            "invalid": self.invalid,
+            "invalid": len([reply for reply in self.given if reply.invalid]),
+            "tool_errors": len([reply for reply in self.given if reply.tool_error]),
         }
 
     @property
@@ -156,13 +158,13 @@ def the_environment_is_silent(trial: PlayedScripts) -> Finding | None:
     )
 
 
-def every_call_is_invalid(trial: PlayedScripts) -> Finding | None:
+def every_call_fails(trial: PlayedScripts) -> Finding | None:
     """All calls of a tool failed; those with invented arguments count where that is not the arguments' fault."""
     broken = [script for script in trial.scripts if script.is_broken and not script.may_be_invention]
     if not broken:
         return None
     return Finding(
-        name="every call is invalid",
+        name="every call fails",
         what=f"Each turn that should be answered ({broken[0].kind}) failed, the first so: {broken[0].first_reason}.",
         change="Correct the tool, or add the columns that it needs to the rows.",
     )
@@ -219,7 +221,7 @@ FINDINGS = (
     the_environment_fails,
     tools_are_not_shown,
     the_environment_is_silent,
-    every_call_is_invalid,
+    every_call_fails,
     answers_by_chance,
     no_turn_to_read_a_reply,
     replies_are_cut,
