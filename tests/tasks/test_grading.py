@@ -62,6 +62,11 @@ def test_the_number_that_a_text_is():
             assert grading.parse_number(text) == value, text
 
 
+def test_a_number_has_at_most_a_hundred_characters():
+    assert grading.parse_number("7" * 100) == int("7" * 100)
+    assert grading.parse_number("7" * 101) is None
+
+
 def test_the_first_and_last_number_of_a_text():
     for text, first, last in (
         ("Then 12 and 1,300.", "12", "1,300."),
