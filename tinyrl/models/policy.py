@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
-from tinyrl.models.checks import check_head, packs_exactly
+from tinyrl.models.checks import check_head, packs_exactly, supports_fused_layers
 from tinyrl.models.device import Device, move_to_device, to_device
 from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
@@ -383,6 +383,21 @@ class Policy:
                 layer.gradient_checkpointing = False
                 layer.training = False
                 del layer._gradient_checkpointing_func
+
+    def describe_passes(self) -> str:
+        """Return a line with what computes the passes that train: our layers or the library's, packed or padded rows.
+        Our layers are compared with the library's here, as they will train.
+        """
+        roles: list[Role] = ["policy"] if self.critic_model is None else ["policy", "critic"]
+        checkpointing = self.gradient_checkpointing if self.config.model.gradient_checkpointing else nullcontext
+        parts = []
+        for role in roles:
+            with self.acting(role) as model, self.run_device.autocast(), checkpointing():
+                ours = self.packs and supports_fused_layers(self.backbone(role))
+            layers = "tinyrl's own layers" if ours else f"the library's {type(model).__name__}"
+            parts.append(f"{role} by {layers}")
+        rows = "packed" if self.packs else "padded"
+        return f"training: {', '.join(parts)}; rows are {rows}"
 
     # ---- memory ----
 
