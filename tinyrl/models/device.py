@@ -164,6 +164,14 @@ def unused_bytes(segments: Iterable[dict[str, Any]], *, index: int) -> int:
     return sum(one["total_size"] - one["allocated_size"] for one in own)
 
 
+def device_name(device: torch.device) -> str:
+    """Return what tells a device from others, and what it has as memory: a budget that fits one may not fit another."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory} bytes"
+
+
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Return how many tokens' logits a chunk of the head holds. On a GPU that is by free memory, but not where the same
     run is to give the same bits: products of other shapes round differently.

@@ -68,6 +68,7 @@ from tinyrl.models.states import backbone_of, last_states, response_states
 
 MODEL = "model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
+MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2}  # of a trained parameter
 STATE_BYTES = 32_000  # of a checkpoint's random numbers, configuration and counters
 Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
@@ -94,12 +95,13 @@ class Policy:
         self.tokenizer = tokenizer
         self.run_device = device
         self.device = device.device
-        self.micro_batches = MicroBatches(device.device, config.run.micro_batch_tokens)
         self.revision = config.model.revision  # of the base on the hub
         self.has_reference = config.has_reference
         self.lora_dropout = not config.samples
         self.peft = model if isinstance(model, PeftModel) else None
         self.causal = base_of(model)
+        tokens = config.run.micro_batch_tokens
+        self.micro_batches = MicroBatches(device.device, tokens, vocabulary=embedding_rows(self.causal))
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -419,8 +421,8 @@ class Policy:
 
     def describe_memory(self, *, reward_model: nn.Module | None = None, sampling_copy: int = 0) -> str:
         """Return a line with the bytes of weights by part, the engine's copy and the optimizers' state among them."""
-        per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
-        more = {"sampling copy": sampling_copy, "optimizers": self.num_trained * per_parameter}
+        moments = self.num_trained * MOMENT_BYTES[self.config.optim.optimizer]
+        more = {"sampling copy": sampling_copy, "optimizers": moments}
         parts = self.bytes_by_role(reward_model=reward_model) | more
         return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in parts.items() if b)
 
