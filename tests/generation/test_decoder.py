@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels
+from tinyrl.generation import decoder as decoder_file
 from tinyrl.generation.decoder import Decoder, attended, join_linear, tensors
+from tinyrl.generation.scheduler import Scheduler
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.policy import Policy
@@ -89,3 +91,49 @@ def test_scores_of_attention_are_not_rounded_to_bfloat16():
     wanted = scores.softmax(-1) @ values.double()
     ours = attended(q, keys, values, mask=mask, scaling=scaling).double().view_as(wanted)
     assert float((ours - wanted).norm() / wanted.norm()) < 0.01
+
+
+# ---- prompts behind a start that all have in common ----
+
+START = [5 + i % 90 for i in range(20)]
+PROMPTS = [[*START, *(30 + (7 * p + i) % 60 for i in range(200 - 9 * p))] for p in range(4)]
+
+
+def prefilled(tiny: TinyModels, *, knows_causal: bool) -> tuple[Tensor, Tensor]:
+    """Prefill PROMPTS; return their last states, and all of the cache."""
+    policy = in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32))
+    decoder = Decoder(policy.causal, dtype=torch.float32, layout="separate_lora")
+    decoder.sync("default")
+    decoder.knows_causal = knows_causal  # True: as on a GPU
+    scheduler = Scheduler(decoder, policy.tokenizer, set(), capacity=4, width=256)
+    with torch.inference_mode():
+        states = scheduler._prefill(PROMPTS, [range(p, p + 1) for p in range(4)])
+    return states, scheduler.cache.entries
+
+
+@pytest.mark.parametrize(("knows_causal", "masks"), [(True, 0), (False, 1)])
+def test_prompts_behind_a_common_start_get_no_mask_for_each_of_them(
+    tiny: TinyModels, knows_causal: bool, masks: int, monkeypatch: pytest.MonkeyPatch
+):
+    """On a CPU they share one, of a number for each query of a key head, token and key; a GPU's kernel needs none."""
+    own = decoder_file.scaled_dot_product_attention
+    sizes = list[int]()
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        mask = options.get("attn_mask")
+        if type(mask) is Tensor:
+            sizes.append(mask.untyped_storage().nbytes() // mask.itemsize)
+        return own(*args, **options)
+
+    monkeypatch.setattr(decoder_file, "scaled_dot_product_attention", attend)
+    prefilled(tiny, knows_causal=knows_causal)
+    config = load_causal_lm(str(tiny("llama")), dtype=torch.float32).config
+    queries = config.num_attention_heads // config.num_key_value_heads
+    assert sizes == [queries * 200 * 220] * (masks * config.num_hidden_layers)
+
+
+def test_a_causal_kernel_behind_a_common_start_gives_the_states_of_the_mask(tiny: TinyModels):
+    by_kernel, kernels_cache = prefilled(tiny, knows_causal=True)
+    by_mask, masks_cache = prefilled(tiny, knows_causal=False)
+    torch.testing.assert_close(by_kernel, by_mask, rtol=0, atol=1e-5)
+    torch.testing.assert_close(kernels_cache, masks_cache, rtol=0, atol=1e-5)

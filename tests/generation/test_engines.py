@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -260,3 +261,15 @@ def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
             assert isinstance(decoder.layers[1].gate_up.weight, list) == (layout == "quantized")
     assert_same(drawn[0], drawn[1])
     assert_same(drawn[0], sample(choose(made, "hf")[0]))
+
+
+@pytest.mark.parametrize(("deterministic", "rows"), [(True, 220), (False, 40)])
+def test_a_deterministic_run_on_a_gpu_decodes_as_many_rows_whatever_memory_is_free(
+    rows: int, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool
+):
+    """2^25 logits of 151,936; else 0.4 of the free bytes, at 10 a token in rows of 100."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr("tinyrl.generation.engines.free_bytes", lambda device: 100_000)
+    engine: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
+    decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), cache_bytes_per_token=10)
+    assert FusedEngine._most_rows(engine, decoder, 100) == rows

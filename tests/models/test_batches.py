@@ -13,7 +13,7 @@ from tests.models.building import CPU, full_roles
 from tests.tiny_models import TinyModels
 from tinyrl.errors import OutOfRoom
 from tinyrl.models.batch import batch_of, examples
-from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.models.micro_batches import MicroBatches, PassMemory, SequenceLengths, Work
 from tinyrl.models.states import last_states, response_states
 
 
@@ -182,12 +182,42 @@ def test_all_that_keep_memory_are_asked_before_the_budget_halves(freed: tuple[bo
     assert micro_batches.tokens == tokens
 
 
-def test_the_first_micro_batch_on_a_gpu_sets_the_budget() -> None:
+GPU = torch.device("cuda")
+
+
+def test_a_measured_pass_on_a_gpu_sets_the_budget() -> None:
     """1,000 tokens took 2 MB, and 0.8 of 40 MB are for a micro-batch: 16,000 tokens."""
-    gpu = MicroBatches(torch.device("cuda"))
+    gpu = MicroBatches(GPU)
     assert gpu.unmeasured
-    gpu.fit(cost=1000, taken=2_000_000, free=40_000_000)
+    gpu.fit([PassMemory(1000, 2_000_000)], free=40_000_000)
     assert (gpu.tokens, gpu.unmeasured) == (16_000, False)
-    gpu.fit(cost=1000, taken=2_000_000, free=1_000_000)
+    gpu.fit([PassMemory(1000, 2_000_000)], free=1_000_000)
     assert gpu.tokens == 1000  # it fitted; where it no longer does, memory running out halves it
-    assert not MicroBatches(torch.device("cuda"), 4096).unmeasured
+    assert not MicroBatches(GPU, 4096).unmeasured
+
+
+def test_the_pass_that_takes_the_most_memory_sets_the_budget_of_all() -> None:
+    gpu = MicroBatches(GPU)
+    gpu.fit([PassMemory(1000, 2_000_000), PassMemory(1000, 4_000_000)], free=40_000_000)
+    assert gpu.tokens == 8_000
+
+
+def test_a_restored_budget_is_not_measured_again() -> None:
+    gpu = MicroBatches(GPU)
+    gpu.restore(9_000)
+    assert (gpu.tokens, gpu.unmeasured) == (9_000, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "tokens", "unmeasured"),
+    [(GPU, True, 3_533, False), (GPU, False, 4_096, True), (CPU, True, 1_024, False)],
+)
+def test_the_budget_of_a_deterministic_run_on_a_gpu_is_a_constant_by_the_vocabulary(
+    device: torch.device, tokens: int, monkeypatch: pytest.MonkeyPatch, *, deterministic: bool, unmeasured: bool
+) -> None:
+    """2^29 logits; of a small vocabulary no more than 32,768 tokens."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    made = MicroBatches(device, vocabulary=151_936)
+    assert (made.tokens, made.unmeasured) == (tokens, unmeasured)
+    if device == GPU and deterministic:
+        assert MicroBatches(GPU, vocabulary=1_000).tokens == 32_768

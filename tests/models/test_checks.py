@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GemmaConfig, MistralConfig, PreTr
 from tests.models.building import lora, lora_roles, stir
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels, sharp_model
+from tinyrl.generation.decoder import Decoder
 from tinyrl.models import layers, packing
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import check_head, in_float32, packs_exactly, supports_fused_layers
@@ -188,3 +189,43 @@ def test_half_precision_is_ours_under_its_own_autocast_and_a_comparison_leaves_n
     assert {p.dtype for n, p in roles.causal.named_parameters() if "lora_" not in n} == {torch.bfloat16}
     with torch.no_grad(), in_float32(backbone):
         assert all_states(backbone, roles.batch_of(examples([[5, 6]], [[7]]))).dtype == torch.float32
+
+
+def test_layers_that_are_first_asked_for_in_inference_mode_are_ours(tiny: TinyModels):
+    """As a reward model asks, whose adapter is on the policy's base."""
+    backbone = lora_roles(tiny("llama")).backbone("policy")
+    with torch.inference_mode():
+        assert supports_fused_layers(backbone)
+
+
+def test_weights_that_the_sampler_joins_in_inference_mode_still_train(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"), dtype=torch.bfloat16)
+    with torch.inference_mode():
+        Decoder(roles.causal, dtype=torch.bfloat16, layout="separate_lora")
+    assert not any(parameter.is_inference() for parameter in roles.causal.parameters())
+
+
+def test_wrong_derivatives_of_recomputed_layers_are_found_where_layers_are_recomputed(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch
+):
+    backward: Callable[..., Any] = layers.LeanLayer.backward
+
+    def wrong(ctx: Any, grad: Tensor) -> Any:
+        dx, *others = backward(ctx, grad)
+        return (dx * 1.2, *others)
+
+    monkeypatch.setattr(layers.LeanLayer, "backward", staticmethod(wrong))
+    roles = lora_roles(tiny("llama"))
+    backbone = roles.backbone("policy")
+    with roles.acting("policy"):
+        assert supports_fused_layers(backbone)
+        with roles.gradient_checkpointing():
+            assert not supports_fused_layers(backbone)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_run_says_at_its_start_which_layers_train(tiny: TinyModels, *, ours: bool):
+    config = lora(["q_proj"])
+    config.use_dora = not ours
+    roles = policy_of(wrap_in_lora(load_causal_lm(str(tiny("llama")), dtype=torch.float32), config))
+    assert ("LlamaForCausalLM" in roles.describe_passes()) is not ours

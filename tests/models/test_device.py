@@ -19,9 +19,12 @@ from tinyrl.models.device import (
     make_device,
     python_rng,
     restore_rng,
+    restore_torch_rng,
     rng_tensors,
     seed_generators,
     threads_for,
+    torch_rng,
+    unused_bytes,
 )
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 
@@ -75,6 +78,29 @@ def test_generators_are_seeded_and_restored_exactly_through_json() -> None:
     seed_generators(1)
     restore_rng(tensors, python)
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_run_on_the_cpu_opens_no_context_on_a_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def context(*_: object) -> torch.Tensor:
+        raise AssertionError("a context was opened")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", context)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", context)
+    states = torch_rng()
+    assert states.keys() == {"torch"}
+    restore_torch_rng({**states, "cuda": torch.zeros(16, dtype=torch.uint8)})  # of a checkpoint from a GPU
+
+
+def test_memory_of_graphs_is_not_free() -> None:
+    """Of 10 bytes of GPU 0 outside of graphs 4 are in use; 100 are those of graphs, 1,000 on another GPU."""
+    segments = [
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 7, "allocated_size": 4},
+        {"device": 0, "segment_pool_id": (0, 0), "total_size": 3, "allocated_size": 0},
+        {"device": 0, "segment_pool_id": (0, 1), "total_size": 100, "allocated_size": 0},
+        {"device": 1, "segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 0},
+    ]
+    assert unused_bytes(segments, index=0) == 6
 
 
 def test_a_chunk_of_the_head_follows_from_vocabulary_and_free_memory(monkeypatch: pytest.MonkeyPatch):

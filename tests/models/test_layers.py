@@ -113,7 +113,8 @@ def test_recomputed_layers_have_the_same_gradient(
 ):
     roles = MAKE[make](tiny("qwen3"), dtype=low or torch.float32, reference=False)
     stir(roles.parameters["policy"])
-    gradients(roles, all_states, low=low)  # compares our layers with the library's
+    for recompute in (False, True):  # compares our layers with the library's
+        gradients(roles, all_states, low=low, recompute=recompute)
     ran, once = [], layers._attended
     monkeypatch.setattr(layers, "_attended", lambda *given, **more: ran.append(1) or once(*given, **more))
     stored, recomputed = (gradients(roles, all_states, low=low, recompute=recompute) for recompute in (False, True))

@@ -10,6 +10,7 @@ import os
 import shutil
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.models.device import python_rng
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
 from tinyrl.rollout.load import _with_date
 from tinyrl.runs import checkpoint as checkpoints
@@ -32,7 +34,7 @@ from tinyrl.tasks.own import close_workers
 from tinyrl.training import launch as launching
 from tinyrl.training import run as training_run
 from tinyrl.training.launch import ChangedInput, fork, started_with
-from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, RunState
+from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, Run, RunState
 from tinyrl.training.step import Updater
 
 STEPS = 3
@@ -576,3 +578,31 @@ def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -
         (tmp_path / STATE).write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(ValueError, match="not what this tinyrl writes"):
             CheckpointState.read(tmp_path)
+
+
+# ---- the budget of micro-batches ----
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "kept", "tokens", "unmeasured"),
+    [
+        ("H200", "H200", 9_000, 9_000, False),
+        ("H200", "T4", 9_000, 4_096, True),
+        ("H200", None, 9_000, 4_096, True),
+        ("cpu", "H200", 32_768, 1_024, False),
+        ("cpu", "cpu", 256, 256, False),
+        ("cpu", None, 256, 256, False),
+        ("cpu", None, 32_768, 1_024, False),
+    ],
+)
+def test_a_budget_is_kept_on_the_device_that_it_fits(
+    here: str, there: str | None, kept: int, tokens: int, monkeypatch: pytest.MonkeyPatch, *, unmeasured: bool
+) -> None:
+    """A measured one, and one that was halved; an earlier version (None) did not write where."""
+    monkeypatch.setattr("tinyrl.training.run.device_name", lambda device: here)
+    budget = MicroBatches(torch.device("cpu" if here == "cpu" else "cuda"))
+    own: dict[str, Any] = {"micro_batch_tokens": kept, "micro_batch_device": there, "python_random": [], "records": {}}
+    state = CheckpointState(run=RunState(), sources=InputHashes(), config={}, **own)
+    run: Any = SimpleNamespace(policy=SimpleNamespace(micro_batches=budget, device=budget.device))
+    Run._restore_budget(run, state)
+    assert (budget.tokens, budget.unmeasured) == (tokens, unmeasured)

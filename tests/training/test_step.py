@@ -18,7 +18,9 @@ from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
+from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
+from tinyrl.models.policy import Policy
 from tinyrl.training.step import (
     Pass,
     RoleOptimizer,
@@ -302,3 +304,96 @@ def test_a_gradient_that_no_scale_would_help_is_a_fault(sharp: Path, tmp_path: P
     lines = running.metrics(run)[1:]
     assert [line["optim/skipped_steps"] for line in lines] == [1, 2]
     assert {line["optim/loss_scale"] for line in lines} == {65536}
+
+
+# ---- the budget of micro-batches on a GPU, whose memory is told here ----
+
+
+def on_a_gpu(updater: Updater, monkeypatch: pytest.MonkeyPatch, *, free: int, peaks: list[int]) -> None:
+    """Let a policy's budget be unmeasured, and torch report memory of a GPU: 500 bytes before, then these peaks."""
+    updater.policy.micro_batches = MicroBatches(torch.device("cuda"))
+    left = iter(peaks)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(left))
+    monkeypatch.setattr("tinyrl.training.step.reset_peak_memory", lambda device: None)
+    monkeypatch.setattr("tinyrl.training.step.free_bytes", lambda device: free)
+
+
+@pytest.mark.parametrize(("peaks", "tokens"), [([1_500], 240), ([1_500, 2_500], 120)])
+def test_the_budget_leaves_room_for_moments_and_is_that_of_the_largest_pass(
+    updater: Updater, peaks: list[int], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four padded rows of at most 6 tokens (cost 24) take 1,000 bytes; 0.8 of 12,500 bytes are 10,000, beside 8 for
+    each trained parameter.
+    """
+    moments = 8 * sum(p.numel() for p in updater.policy.parameters["policy"].values())
+    on_a_gpu(updater, monkeypatch, free=12_500 + moments, peaks=peaks)
+    updater.measure(likelihood(updater) * len(peaks))
+    assert (updater.policy.micro_batches.tokens, updater.policy.micro_batches.unmeasured) == (tokens, False)
+
+
+def test_moments_that_exist_are_not_counted_again_and_8_bits_take_2_bytes() -> None:
+    role = make(w=[[1.0, 2.0]], b=[3.0])
+    assert role.missing_bytes == 3 * 8
+    step(role, w=[[0.5, 0.5]])
+    assert role.missing_bytes == 1 * 8
+    role.moment_bytes = 2
+    assert role.missing_bytes == 2
+
+
+def test_a_measured_pass_leaves_no_trace_and_is_made_once(updater: Updater, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_gpu(updater, monkeypatch, free=10**9, peaks=[1_500])
+    before = torch.get_rng_state()
+    for _ in range(2):  # a second peak is not told
+        updater.measure(likelihood(updater))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in updater.policy.parameters["policy"].values())
+
+
+@pytest.mark.parametrize(
+    ("method", "sections"),
+    [
+        pytest.param("ppo", {"critic": {"kind": "separate", "warmup_steps": 1}}, id="ppo, two models"),
+        pytest.param("ppo", {"critic": {"kind": "shared"}}, id="ppo, one"),
+        pytest.param("grpo", {"grpo": {"num_epochs": 2, "kl_coef": 0.1, "entropy_coef": 0.1}}, id="grpo"),
+    ],
+)
+@pytest.mark.wide
+def test_the_budget_is_measured_before_what_the_update_is_compared_with(
+    method: str, sections: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes without gradient and of the update are of the same budget from the first step on: 0.8 of the free bytes
+    are enough for the most there is.
+    """
+    monkeypatch.setattr("tinyrl.models.policy.MicroBatches", lambda *_, **__: MicroBatches(torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1)
+    monkeypatch.setattr("tinyrl.training.step.reset_peak_memory", lambda device: None)
+    monkeypatch.setattr("tinyrl.training.step.free_bytes", lambda device: 10**12)
+    budgets = list[int]()
+    passes = list[list[str]]()
+    map_samples = Policy.map_samples
+    accumulate = Updater._accumulate
+    measure = Updater.measure
+
+    def mapped(self: Policy, *args: Any, **options: Any) -> Any:
+        budgets.append(self.micro_batches.tokens)
+        return map_samples(self, *args, **options)
+
+    def accumulated(self: Updater, given: Any) -> Any:
+        budgets.append(self.policy.micro_batches.tokens)
+        return accumulate(self, given)
+
+    def measured(self: Updater, given: Any) -> None:
+        passes.append([one.role for one in given])
+        measure(self, given)
+
+    monkeypatch.setattr(Policy, "map_samples", mapped)
+    monkeypatch.setattr(Updater, "_accumulate", accumulated)
+    monkeypatch.setattr(Updater, "measure", measured)
+    run = {"num_steps": 1, "eval_prompts": 0, "save_every": 0}
+    trained(running.config(method, tiny_model(tmp_path, "llama"), run=run, **sections), tmp_path)
+    assert len(budgets) > 1
+    assert set(budgets) == {32_768}
+    separate = sections.get("critic", {}).get("kind") == "separate"
+    assert passes == [["policy", "critic"] if separate else ["policy"]]

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
 
@@ -216,11 +217,30 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: 
     return torch.bmm(scores.softmax(-1), values)
 
 
+def attended_behind(q: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attend from new tokens q (R, heads, L, d) to keys and values (R, kv heads, W, d); return (R, heads, L, d).
+
+    mask: additive, (R or 1, 1, queries of a kv head * L, W); None: query j sees all keys but the last L - 1 - j, as
+    where every row holds as many tokens.
+    """
+    rows, heads, length, size = q.shape
+    kv_heads, width = keys.shape[1:3]
+    if mask is None:
+        k, v = (x.repeat_interleave(heads // kv_heads, 1, output_size=heads) for x in (keys, values))
+        causal: Any = causal_lower_right(length, width)
+        return scaled_dot_product_attention(q, k, v, attn_mask=causal, scale=scaling)
+    folded = q.reshape(rows, kv_heads, -1, size)  # as in `step`, heads that share keys are rows of one product
+    return scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling).reshape(q.shape)
+
+
 # ---- the decoder ----
 
 
 class Decoder:
-    """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32."""
+    """Hidden states of new tokens from a static cache. Weights are in `dtype`, sums of norms and softmax in float32.
+
+    knows_causal: whether the device's attention has a causal kernel for fewer queries than keys, which needs no mask.
+    """
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout) -> None:
         self.model = model
@@ -238,13 +258,15 @@ class Decoder:
         self.least = torch.tensor(config.rms_norm_eps)
         self.activation = first.mlp.act_fn
         self.device = self.backbone.embed_tokens.weight.device
+        self.knows_causal = self.device.type == "cuda"
         for layer in self.backbone.layers if layout != "merged" else []:
             # Weights that sampling can read as they are, and multiplies with one input, go into one matrix, of which
             # the layer's own become views; a layer's are moved at a time, so memory grows by no more than one.
             for modules in self._joint(layer):
                 weights = [merged_weight(module, None)[0] for module in modules]
                 if can_share(weights, dtype) and matrix_of(weights) is None:
-                    whole = torch.cat([w.data for w in weights])
+                    with torch.inference_mode(False):  # else autograd refuses the layer's weights from now on
+                        whole = torch.cat([w.data for w in weights])
                     for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
                         weight.data = part
         self.release()
@@ -357,18 +379,27 @@ class Decoder:
         return self._normed(x[last], self.norm)
 
     def extend(
-        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: RowCache, rows: Sequence[int], width: int
+        self, ids: Tensor, lengths: Tensor, start: Tensor | int, *, cache: RowCache, rows: Sequence[int], width: int
     ) -> Tensor:
         """Continue `rows` of the cache by ids (R, L), padded on the right: token j of row r at position start[r] + j,
         below `width`. A token sees what its row held before `start` and the new ones up to itself; nothing is written
         for padding. Returns the hidden state of each row's last token, (R, H).
+
+        start: a number where all rows begin at the same position; `width` is then start + L. Such rows share a mask,
+        or need none, where one of each row's own would be as large as their scores.
         """
-        (count, most), heads, size, device = ids.shape, self.num_kv_heads, self.head_dim, ids.device
-        positions = start.unsqueeze(1) + torch.arange(most, device=device)
+        (count, most), size, device = ids.shape, self.head_dim, ids.device
         shared = self.queries
-        ahead = torch.arange(width, device=device) > positions.unsqueeze(-1)
-        mask = torch.zeros(count, 1, shared, most, width, dtype=self.dtype, device=device)
-        mask = mask.masked_fill_(ahead[:, None, None], -torch.inf).flatten(2, 3)
+        alike = isinstance(start, int)
+        assert not alike or width == start + most
+        starts = torch.full((count,), start, device=device) if alike else start
+        positions = starts.unsqueeze(1) + torch.arange(most, device=device)
+        mask = None
+        if not (alike and self.knows_causal):
+            masked = positions[:1] if alike else positions
+            ahead = torch.arange(width, device=device) > masked.unsqueeze(-1)
+            mask = torch.zeros(len(masked), 1, shared, most, width, dtype=self.dtype, device=device)
+            mask = mask.masked_fill_(ahead[:, None, None], -torch.inf).flatten(2, 3)
         # Projections run on the real tokens alone, (N, H); only the attention pads them.
         real = (torch.arange(most, device=device) < lengths.unsqueeze(1)).flatten().nonzero().squeeze(-1)
         position = positions.flatten()[real]
@@ -382,12 +413,11 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             qkv = self._qkv(layer, x, rotation)
             cache.write(i, places, qkv[:, :, shared:])
-            # As in `step`, heads that share keys are rows of one product: (R, kv heads, queries * L, d).
             q = padded.index_copy_(0, real, qkv[:, :, :shared].reshape(len(x), -1, size))
-            q = q.view(count, most, -1, size).transpose(1, 2).reshape(count, heads, -1, size)
+            q = q.view(count, most, -1, size).transpose(1, 2)
             keys, values = cache.entries[i, :, :, :, :width][where].unbind(2)
-            seen = scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=self.scaling)
-            seen = seen.reshape(count, -1, most, size).transpose(1, 2).reshape(count * most, -1)
+            seen = attended_behind(q, keys, values, mask=mask, scaling=self.scaling)
+            seen = seen.transpose(1, 2).reshape(count * most, -1)
             x = self._rest(layer, x, seen[real])
         return self._normed(x[lengths.cumsum(0) - 1], self.norm)
 

@@ -365,7 +365,7 @@ class SamplingEngine:
                     raise
             self.release()
             self.max_rows = max(1, min(rows, self.capacity or rows) // 2)
-            if torch.cuda.is_available():
+            if self.policy.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 

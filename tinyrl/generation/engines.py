@@ -33,7 +33,7 @@ from tinyrl.generation.engine import (
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.server import ServerEngine
 from tinyrl.models.checks import decodes_exactly
-from tinyrl.models.device import free_bytes, to_device
+from tinyrl.models.device import chunk_tokens, free_bytes, to_device
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.lora import POLICY_ADAPTER, is_plain_lora
@@ -99,8 +99,7 @@ class FusedEngine(SamplingEngine):
             if kept is None or kept.decoder is not decoder:
                 kept = self._kept = None  # its memory serves the next
                 width = -(-width // WIDTH_BUCKET) * WIDTH_BUCKET if self.by_graphs else width
-                room = free_bytes(self.policy.device) * CACHE_SHARE
-                self.capacity = min(rows, max(1, int(room / (decoder.cache_bytes_per_token * width))))
+                self.capacity = min(rows, self._most_rows(decoder, width))
                 shape = {"capacity": self.capacity, "width": width, "look_every": self.look_every}
                 kept = Scheduler(decoder, self.tokenizer, self.eos, **shape, by_graphs=self.by_graphs)
                 self._wanted = rows
@@ -109,6 +108,16 @@ class FusedEngine(SamplingEngine):
             self._serves = role if serving else None
             self._kept = kept if serving or self.by_graphs else None
             yield kept
+
+    def _most_rows(self, decoder: Decoder, width: int) -> int:
+        """Return how many rows of `width` tokens are decoded together at most: by the free memory, but on a GPU not
+        where the same run is to give the same bits, since products of other shapes round differently.
+        """
+        device = self.policy.device
+        if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+            return chunk_tokens(len(decoder.embedding), device)  # whose logits are one chunk
+        room = free_bytes(device) * CACHE_SHARE
+        return max(1, int(room / (decoder.cache_bytes_per_token * width)))
 
     def forget(self) -> None:
         self._serves = None

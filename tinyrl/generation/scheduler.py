@@ -282,12 +282,12 @@ class Scheduler:
         if not start:
             return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
         everyone = range(rows[0].start, rows[-1].stop)
-        behind = lengths.new_full((len(prompts),), start)
-        self.decoder.prefill(self._padded([prompts[0][:start]]), behind[:1], cache=self.cache, rows=[everyone])
+        behind = lengths.new_full((1,), start)
+        self.decoder.prefill(self._padded([prompts[0][:start]]), behind, cache=self.cache, rows=[everyone])
         rest = self._padded([p[start:] for p in prompts])
         first = [span.start for span in rows]
         longest = max(map(len, prompts))
-        states = self.decoder.extend(rest, lengths - start, behind, cache=self.cache, rows=first, width=longest)
+        states = self.decoder.extend(rest, lengths - start, start, cache=self.cache, rows=first, width=longest)
         for span, prompt in zip(rows, prompts, strict=True):
             for row in span[1:]:
                 self.cache.copy(span.start, row, len(prompt))

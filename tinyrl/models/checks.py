@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.device import HALVES, autocast_dtype
-from tinyrl.models.layers import can_run_now, fused_states, has_known_parts
+from tinyrl.models.layers import can_run_now, fused_states, has_known_parts, recomputes
 from tinyrl.models.library_states import library_states
 from tinyrl.models.loading import embedding_rows, reading
 from tinyrl.models.packing import CannotPack
@@ -169,35 +170,53 @@ def packs_exactly(backbone: Any) -> bool:
         return False
 
 
-_compared: WeakKeyDictionary[nn.Module, dict[torch.dtype | None, bool]] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Computation:
+    """How our layers compute: the dtype of autocast, and whether layers are recomputed in backward, which is another
+    function with derivatives of its own.
+    """
+
+    low: torch.dtype | None
+    recomputes: bool
 
 
-def supports_fused_layers(backbone: nn.Module) -> bool:
-    """Return whether layers.py currently computes what the decoder does; compared once for each dtype of autocast."""
+_compared: WeakKeyDictionary[nn.Module, dict[Computation, bool]] = WeakKeyDictionary()
+
+
+def supports_fused_layers(backbone: Any) -> bool:
+    """Return whether layers.py currently computes what the decoder does; compared once for each computation."""
     known = _compared.setdefault(backbone, {})
-    low = autocast_dtype(next(backbone.parameters()).device.type)
-    if low not in known and not has_known_parts(backbone):
-        known[low] = False
-    if not known.get(low, True) or not can_run_now(backbone):
+    now = Computation(autocast_dtype(next(backbone.parameters()).device.type), recomputes(backbone))
+    if now not in known and not has_known_parts(backbone):
+        known[now] = False
+    if not known.get(now, True) or not can_run_now(backbone):
         return False
-    if low not in known:
-        known[low] = _same_as_the_library(backbone)
-    return known[low]
+    if now not in known:
+        with torch.inference_mode(False):  # where autograd refuses tensors, no derivative could be compared
+            known[now] = _same_as_the_library(backbone, now)
+    return known[now]
 
 
 @torch.no_grad()
-def _same_as_the_library(backbone: Any) -> bool:
+def _same_as_the_library(backbone: Any, now: Computation) -> bool:
     """Compare the states of all layers on a few packed tokens, and the derivatives of the first layers."""
     (batch, _), few = _few_rows(backbone), copy.copy(backbone)
     layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
-    for layer in layers:
-        layer.gradient_checkpointing = False
     few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
+
+    def our_gradients() -> list[Tensor]:
+        for layer in layers:
+            layer.gradient_checkpointing = now.recomputes
+        return _gradients(fused_states, few, batch)
+
+    def library_gradients() -> list[Tensor]:
+        for layer in layers:
+            layer.gradient_checkpointing = False
+        return _gradients(library_states, few, batch)
+
     try:
         states = _alike([fused_states(backbone, batch)], lambda: [library_states(backbone, batch)], backbone)
-        return states and _alike(
-            _gradients(fused_states, few, batch), lambda: _gradients(library_states, few, batch), few
-        )
+        return states and _alike(our_gradients(), library_gradients, few)
     except torch.OutOfMemoryError:
         raise
     except NOT_LIKE_LLAMA:  # parts of the same names and another shape

@@ -7,7 +7,7 @@ import ctypes
 import os
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +28,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk, on a GP
 CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: from there on its products are no better shaped
 CHUNK_SHARE = 1 / 16  # of a GPU's free memory that a chunk's matrices may take
 LOGIT_BYTES = 3 * 4  # of a logit in float32: itself, its exponential and its gradient
+SHARED_POOL = (0, 0)  # id of the allocator's pool for tensors outside of CUDA graphs
 TRIM_THRESHOLD = -1
 MMAP_THRESHOLD = -3  # parameters of glibc's mallopt, from malloc.h
 KEPT_BYTES = 1 << 30  # a freed block below this size stays with the process
@@ -148,11 +149,27 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of the device; on a GPU with what torch has reserved and does not use."""
+    """Return the free memory of the device; on a GPU with what torch has reserved for any tensor and does not use."""
     if device.type != "cuda":
         return psutil.virtual_memory().available
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.mem_get_info(device)[0] + unused_bytes(torch.cuda.memory_snapshot(), index=index)
+
+
+def unused_bytes(segments: Iterable[dict[str, Any]], *, index: int) -> int:
+    """Count the bytes of torch's segments on GPU `index` that any tensor may still take: a pool of CUDA graphs is
+    theirs alone.
+    """
+    own = (one for one in segments if one["device"] == index and tuple(one["segment_pool_id"]) == SHARED_POOL)
+    return sum(one["total_size"] - one["allocated_size"] for one in own)
+
+
+def device_name(device: torch.device) -> str:
+    """Return what tells a device from others, and what it has as memory: a budget that fits one may not fit another."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name}, {properties.total_memory} bytes"
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -211,15 +228,17 @@ def seed_generators(seed: int) -> None:
 
 
 def torch_rng() -> dict[str, Tensor]:
-    """Return the states of torch's generators, which dropout draws from."""
-    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
+    """Return the states of torch's generators, which dropout draws from. A GPU's only in a run that computes there:
+    to ask would open a context on it, which takes memory.
+    """
+    on_gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
     return {"torch": torch.get_rng_state(), **on_gpu}
 
 
 def restore_torch_rng(tensors: dict[str, Tensor]) -> None:
-    """Restore what `torch_rng` gave; the state of a GPU only where there is one."""
+    """Restore what `torch_rng` gave; the state of a GPU only in a run that computes there."""
     torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
+    if "cuda" in tensors and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(tensors["cuda"])
 
 

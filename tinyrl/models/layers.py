@@ -230,6 +230,12 @@ def can_run_now(backbone: Any) -> bool:
     return not drops_out and all(is_plain_lora(layer) and not layer.merged for layer in adapted)
 
 
+def recomputes(backbone: Any) -> bool:
+    """Return whether the decoder's layers are recomputed in backward (gradient checkpointing) now."""
+    layers = getattr(backbone, "layers", None)
+    return bool(layers) and getattr(layers[0], "gradient_checkpointing", False)
+
+
 def fused_states(backbone: Any, batch: Batch) -> Tensor:
     """Compute the hidden states (N, H) of a packed batch under the acting adapter."""
     assert batch.packing is not None
@@ -242,8 +248,7 @@ def fused_states(backbone: Any, batch: Batch) -> Tensor:
         half = sin.shape[-1] // 2
         sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
         shared = Shared(cos, sin, batch.packing, eps, dtype)
-        recomputes = getattr(backbone.layers[0], "gradient_checkpointing", False)
-        run = _lean_layer if recomputes or not torch.is_grad_enabled() else _layer
+        run = _lean_layer if recomputes(backbone) or not torch.is_grad_enabled() else _layer
         for layer in backbone.layers:
             x = run(x, layer, shared)
         return Norm.apply(x, backbone.norm.weight, eps)

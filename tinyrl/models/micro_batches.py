@@ -20,6 +20,7 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.runs.signals import check_stop, watched
 
 MOST_TOKENS = 32_768  # that a measurement may come to: more is no faster a token, but takes memory (docs/benchmarks.md)
+FIXED_LOGITS = 1 << 29  # of a micro-batch on a GPU whose runs are to give the same bits: 3,533 tokens of 151,936
 SHARE = 0.8  # of the free memory that a micro-batch may take
 
 
@@ -141,19 +142,33 @@ class Work(NamedTuple):
     run: Callable[[list[int]], None]
 
 
+@dataclass(frozen=True)
+class PassMemory:
+    """A pass over one micro-batch: its tokens, and the bytes of gradients, activations and logits that it took."""
+
+    cost: int
+    taken: int
+
+
 class MicroBatches:
     """The token budget of every pass through a model, and the one rule for when memory runs out.
 
     Update, scoring, evaluation and reward model all use it. State: `tokens`, which starts at run.micro_batch_tokens. On
-    a GPU `auto` is set by the memory that the first forward and backward pass takes, which is that of the longest rows
-    (`fit`). When memory runs out, what other phases keep is freed first (`when_full`); the next time `tokens` is halved
-    as well, since those phases will keep as much again.
+    a GPU `auto` is measured once, before anything is computed that a later pass is compared with: by the memory of a
+    pass over the longest rows (`fit`). Where the same run is to give the same bits it is a constant by the vocabulary.
+    When memory runs out, what other phases keep is freed first (`when_full`); the next time `tokens` is halved as well,
+    since those phases will keep as much again.
     """
 
-    def __init__(self, device: torch.device, tokens: Literal["auto"] | int = "auto") -> None:
+    def __init__(
+        self, device: torch.device, tokens: Literal["auto"] | int = "auto", *, vocabulary: int | None = None
+    ) -> None:
         self.device = device
         self.tokens = MICRO_BATCH_TOKENS[device.type] if tokens == "auto" else tokens
         self.unmeasured = tokens == "auto" and device.type == "cuda"
+        if self.unmeasured and vocabulary is not None and torch.are_deterministic_algorithms_enabled():
+            self.tokens = min(MOST_TOKENS, max(1, FIXED_LOGITS // vocabulary))
+            self.unmeasured = False
         self._when_full: list[Callable[[], bool]] = []
         self._made_room = False
 
@@ -164,8 +179,9 @@ class MicroBatches:
         self._when_full.append(free)
 
     def restore(self, tokens: int) -> None:
-        """Go on with the budget of a checkpoint."""
+        """Go on with the budget of a checkpoint from this device: measured, or halved where memory ran out."""
         self.tokens = tokens
+        self.unmeasured = False
 
     def run(self, *passes: Work, world: World = ALONE, restart: Callable[[], None] = lambda: None) -> None:
         """Do all the work, a micro-batch at a time; the processes of `world` share it out by tokens.
@@ -206,9 +222,11 @@ class MicroBatches:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def fit(self, *, cost: int, taken: int, free: int) -> None:
-        """Set `tokens` so that a micro-batch takes a share of `free` bytes, from one of `cost` tokens that took `taken`
-        bytes: gradients, activations and logits.
+    def fit(self, measured: Sequence[PassMemory], *, free: int) -> None:
+        """Set `tokens` so that a micro-batch of each of the passes takes a share of `free` bytes; a pass that fitted
+        keeps its tokens.
         """
         self.unmeasured = False
-        self.tokens = min(MOST_TOKENS, max(cost, int(cost * SHARE * free / max(1, taken))))
+        room = SHARE * max(0, free)
+        budgets = [max(one.cost, int(one.cost * room / max(1, one.taken))) for one in measured]
+        self.tokens = min(MOST_TOKENS, *budgets)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinyrl.config.schema import Config
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
-from tinyrl.models.checks import check_head, packs_exactly
+from tinyrl.models.checks import check_head, packs_exactly, supports_fused_layers
 from tinyrl.models.device import Device, move_to_device, to_device
 from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
@@ -68,6 +68,7 @@ from tinyrl.models.states import backbone_of, last_states, response_states
 
 MODEL = "model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
+MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2}  # of a trained parameter
 STATE_BYTES = 32_000  # of a checkpoint's random numbers, configuration and counters
 Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
@@ -94,12 +95,13 @@ class Policy:
         self.tokenizer = tokenizer
         self.run_device = device
         self.device = device.device
-        self.micro_batches = MicroBatches(device.device, config.run.micro_batch_tokens)
         self.revision = config.model.revision  # of the base on the hub
         self.has_reference = config.has_reference
         self.lora_dropout = not config.samples
         self.peft = model if isinstance(model, PeftModel) else None
         self.causal = base_of(model)
+        tokens = config.run.micro_batch_tokens
+        self.micro_batches = MicroBatches(device.device, tokens, vocabulary=embedding_rows(self.causal))
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -384,6 +386,21 @@ class Policy:
                 layer.training = False
                 del layer._gradient_checkpointing_func
 
+    def describe_passes(self) -> str:
+        """Return a line with what computes the passes that train: our layers or the library's, packed or padded rows.
+        Our layers are compared with the library's here, as they will train.
+        """
+        roles: list[Role] = ["policy"] if self.critic_model is None else ["policy", "critic"]
+        checkpointing = self.gradient_checkpointing if self.config.model.gradient_checkpointing else nullcontext
+        parts = []
+        for role in roles:
+            with self.acting(role) as model, self.run_device.autocast(), checkpointing():
+                ours = self.packs and supports_fused_layers(self.backbone(role))
+            layers = "tinyrl's own layers" if ours else f"the library's {type(model).__name__}"
+            parts.append(f"{role} by {layers}")
+        rows = "packed" if self.packs else "padded"
+        return f"training: {', '.join(parts)}; rows are {rows}"
+
     # ---- memory ----
 
     def bytes_by_role(self, *, reward_model: nn.Module | None = None) -> dict[str, int]:
@@ -404,8 +421,8 @@ class Policy:
 
     def describe_memory(self, *, reward_model: nn.Module | None = None, sampling_copy: int = 0) -> str:
         """Return a line with the bytes of weights by part, the engine's copy and the optimizers' state among them."""
-        per_parameter = 8 if self.config.optim.optimizer == "adamw" else 2
-        more = {"sampling copy": sampling_copy, "optimizers": self.num_trained * per_parameter}
+        moments = self.num_trained * MOMENT_BYTES[self.config.optim.optimizer]
+        more = {"sampling copy": sampling_copy, "optimizers": moments}
         parts = self.bytes_by_role(reward_model=reward_model) | more
         return "memory of weights: " + ", ".join(f"{n} {b / 1e6:,.1f} MB" for n, b in parts.items() if b)
 

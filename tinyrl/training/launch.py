@@ -82,6 +82,7 @@ def start(
         world = method.world
         config = method.config  # with the date of the run
         notes = [resolve_threads(policy), method.epoch_note(), *schedule_notes(config), *method.check()]
+        notes.append(policy.describe_passes())
         if policy.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
             config = config.model_copy(update={"run": run_section})
@@ -202,6 +203,7 @@ def resume(
         refuse("what the run reads has changed", inputs, since=since, allowed=allow_config_change)
         changes = [*settings, *inputs]
         notes += [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
+        notes.append(method.policy.describe_passes())
         run = Run(method, folder, config=method.config, sources=sources, until=until, on_step=on_step)
         if checkpoint is None or kept is None:
             folder.cut({})

@@ -42,6 +42,16 @@ class Method:
     def train(self, run: Run) -> None:
         raise NotImplementedError
 
+    def trial_passes(self, items: Sequence[Item]) -> list[Pass]:
+        """Return passes over items with the tensors of an update's, to measure memory by; of their losses only the
+        gradients' sizes matter.
+        """
+        return [Pass("policy", items, self.trial_loss)]
+
+    def trial_loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum the log-probabilities of a micro-batch; the policy must be acting."""
+        return self.policy.logprobs("policy", batch, temperature=1.0)[0].sum(), {}
+
     def evaluate(self) -> Evaluation:
         """Measure on the first run.eval_prompts held-out rows."""
         raise NotImplementedError

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.method_sections import PolicyGradientSection
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
@@ -25,7 +26,7 @@ from tinyrl.generation.sample import (
     rewards_of,
     scores_of,
 )
-from tinyrl.models.batch import Tokens, padded
+from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
@@ -229,7 +230,17 @@ class OnPolicy(Method):
         run.folder.append(run.folder.prompts, [{"step": step + 1, "prompts": prompts}])
         return metrics
 
-    # ---- passes without gradient ----
+    # ---- passes without gradient, and the memory of those with one ----
+
+    def trial_loss(self, batch: Batch, states: Tensor | None = None) -> tuple[Tensor, Metrics]:
+        """Sum log-probabilities, and entropies where the loss has their gradient; states (N, H): of the policy."""
+        section = self.config.on_policy
+        with_entropy = isinstance(section, PolicyGradientSection) and section.entropy_coef > 0
+        logprobs, entropy = self.policy.logprobs(
+            "policy", batch, temperature=self.temperature, states=states, entropy_grad=with_entropy
+        )
+        loss = logprobs.sum()
+        return (loss + entropy.sum() if with_entropy else loss), {}
 
     def compute_logprobs(
         self, run: Run, samples: list[Sample], minibatches: list[list[Sample]], *, scored: bool = False

@@ -32,6 +32,7 @@ has. The tokens that count are sft's; task.system_prompt is not put before them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import batch_indices, fingerprint
 from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
-from tinyrl.models.batch import Batch, Example, padded
+from tinyrl.models.batch import Batch, Example, Item, padded
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rollout.collect import Collector
@@ -95,6 +96,7 @@ class Ppo(OnPolicy):
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
+            run.updater.measure(self.trial_passes(samples))
             with run.timed("reference"):
                 measured = self.compute_logprobs(run, samples, partition)
             with run.timed("values"):
@@ -231,6 +233,21 @@ class Ppo(OnPolicy):
         """Compute ptx_coef * the mean of -log pi over the text's tokens. Metric: policy/ptx_loss, without ptx_coef."""
         loss = negative_log_likelihood(self.policy, batch) / tokens
         return self.config.ppo.ptx_coef * loss, {"policy/ptx_loss": loss.detach()}
+
+    def trial_passes(self, items: Sequence[Item]) -> list[Pass]:
+        """Return a pass of the policy and one of the critic, which may be another model, or of both on one backbone."""
+        if self.policy.critic_kind in ("shared", "shared-detached"):
+            return [Pass("policy", items, self.joint_trial_loss)]
+        of_critic = Pass("critic", items, lambda batch: (self.policy.values(batch).sum(), {}))
+        return [Pass("policy", items, self.trial_loss), of_critic]
+
+    def joint_trial_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Sum log-probabilities and values of one forward pass of the policy."""
+        states = self.policy.policy_states(batch)
+        loss, _ = self.trial_loss(batch, states)
+        moves_backbone = self.policy.critic_kind == "shared"
+        values = self.policy.values(batch, states=states if moves_backbone else states.detach())
+        return loss + values.sum(), {}
 
     # ---- values and text ----
 

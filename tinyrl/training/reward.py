@@ -12,6 +12,7 @@ template. Scores are centred when they are saved: the mean over training rows is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.turns import behind_beginning
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.statistics import label_metrics, pair_metrics
-from tinyrl.models.batch import Batch, Example
+from tinyrl.models.batch import Batch, Example, Item
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.packing import common_length
 from tinyrl.models.parallel import ALONE, World
@@ -109,6 +110,10 @@ class RewardModel(RowMethod):
         if other:
             return bradley_terry_loss(chosen, other[0], margin=targets, denominator=count)
         return label_loss(chosen, targets, denominator=count)
+
+    def trial_passes(self, items: Sequence[Item]) -> list[Pass]:
+        """Return a pass that scores the items."""
+        return [Pass("policy", items, lambda batch: (self.score_batch(batch).sum(), {}), last_tokens=True)]
 
     def evaluate(self) -> Evaluation:
         examples = [one for row in self.held_out[: self.config.run.eval_prompts] for one in row]

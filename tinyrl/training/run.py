@@ -29,7 +29,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.generation.sample import Sample, num_episodes
-from tinyrl.models.device import as_out_of_memory, peak_memory_gb, python_rng, restore_rng, rng_tensors
+from tinyrl.models.device import as_out_of_memory, device_name, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.rollout.records import room_for_samples
 from tinyrl.runs import checkpoint as checkpoints
@@ -114,6 +114,7 @@ class CheckpointState(BaseModel):
 
     run: RunState
     micro_batch_tokens: int
+    micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
     sources: InputHashes
     config: dict[str, Any]
     records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
@@ -489,6 +490,7 @@ class Run:
         state = CheckpointState(
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
+            micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
             sources=self.sources(),
             config=self.config.written(),
             records=records,
@@ -522,11 +524,22 @@ class Run:
         if before["optim"]["optimizer"] == self.config.optim.optimizer:  # another one has no such moments
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
-            self.policy.micro_batches.restore(kept.micro_batch_tokens)  # what `auto` came to
+            self._restore_budget(kept)
         notes = self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step
         return notes
+
+    def _restore_budget(self, kept: CheckpointState) -> None:
+        """Go on with a checkpoint's budget of micro-batches where it was found on a device as this one; else it is
+        found anew.
+        """
+        budget = self.policy.micro_batches
+        here = device_name(self.policy.device)
+        # An earlier version did not write the device. On a CPU a budget is never above its start, as a GPU's may be.
+        may_be_of_cpu = kept.micro_batch_device is None and kept.micro_batch_tokens <= budget.tokens
+        if kept.micro_batch_device == here or (here == "cpu" and may_be_of_cpu):
+            budget.restore(kept.micro_batch_tokens)
 
     def _interrupted(self, reason: Interrupted) -> None:
         """Tell other processes, put back what the step under way has changed, and save where the run then stands."""

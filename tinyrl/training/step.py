@@ -22,9 +22,9 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import OptimConfig
 from tinyrl.errors import GuardStop
 from tinyrl.models.device import free_bytes, reset_peak_memory, restore_torch_rng, torch_rng
-from tinyrl.models.micro_batches import SequenceLengths, Work
+from tinyrl.models.micro_batches import PassMemory, SequenceLengths, Work
 from tinyrl.models.parallel import sum_step
-from tinyrl.models.policy import Policy
+from tinyrl.models.policy import MOMENT_BYTES, Policy
 from tinyrl.training.method import Pass
 
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
@@ -106,23 +106,55 @@ class Updater:
         work = []
         for one in passes:
             lengths = policy.lengths(one.items)
-            work.append(Work(lengths, partial(self._backward, one, lengths, totals)))
+            work.append(Work(lengths, partial(self._backward, one, totals)))
         policy.micro_batches.run(*work, world=policy.world, restart=restart)
         if shared is not None:
             restore_torch_rng(shared)
         parameters = [p for role in self.optimizers.values() for p in role.parameters.values()]
         return sum_step(policy.world, as_floats(totals), parameters)
 
-    def _backward(self, one: Pass, lengths: SequenceLengths, totals: dict[str, Tensor], rows: list[int]) -> None:
-        """Add the gradient and the metrics of one micro-batch: the items of the pass at `rows`."""
+    def measure(self, passes: Sequence[Pass]) -> None:
+        """Fit run.micro_batch_tokens=auto to a GPU, where it is not known yet: by a micro-batch of the longest rows of
+        each pass, whose gradients are thrown away. Adam's moments, which a first step makes, have their room.
+        """
         policy = self.policy
-        measures = policy.micro_batches.unmeasured  # run.micro_batch_tokens=auto on a GPU, before the first one
-        free = 0
-        allocated = 0
-        if measures:
-            free = free_bytes(policy.device)
-            allocated = torch.cuda.memory_allocated(policy.device)
+        if not policy.micro_batches.unmeasured:
+            return
+        start = torch_rng()
+        allocated = torch.cuda.memory_allocated(policy.device)
+        free = free_bytes(policy.device) - sum(one.missing_bytes for one in self.optimizers.values())
+        measured = list[PassMemory]()
+
+        def restart() -> None:
+            restore_torch_rng(start)
+            measured.clear()
+            self._zero_grad()
+
+        def run(one: Pass, lengths: SequenceLengths, rows: list[int]) -> None:
             reset_peak_memory(policy.device)
+            self._gradient(one, rows)
+            taken = torch.cuda.max_memory_allocated(policy.device) - allocated  # with gradients of the pass before
+            measured.append(PassMemory(cost=lengths.cost(rows), taken=taken))
+
+        work = []
+        for one in passes:
+            lengths = policy.lengths(one.items)
+            longest = lengths.plan(range(len(lengths)), max_tokens=policy.micro_batches.tokens)[0]
+            widest = one._replace(items=[one.items[row] for row in longest])
+            lengths = policy.lengths(widest.items)
+            work.append(Work(lengths, partial(run, widest, lengths)))
+        policy.micro_batches.run(*work, restart=restart)
+        policy.micro_batches.fit(measured, free=free)
+        restart()
+
+    def _backward(self, one: Pass, totals: dict[str, Tensor], rows: list[int]) -> None:
+        """Add the gradient and the metrics of one micro-batch: the items of the pass at `rows`."""
+        for name, value in self._gradient(one, rows).items():
+            totals[name] = totals.get(name, torch.zeros_like(value)) + value
+
+    def _gradient(self, one: Pass, rows: list[int]) -> dict[str, Tensor]:
+        """Add the gradient of the items of a pass at `rows`; return the metrics of their loss."""
+        policy = self.policy
         checkpointing = policy.gradient_checkpointing() if policy.config.model.gradient_checkpointing else nullcontext()
         with policy.acting(one.role), checkpointing:
             batch = policy.batch_of([one.items[row] for row in rows], last_tokens=one.last_tokens)
@@ -130,11 +162,7 @@ class Updater:
                 loss, metrics = one.loss(batch)
             if loss.requires_grad:
                 self.scaler.scale(loss).backward()
-        for name, value in metrics.items():
-            totals[name] = totals.get(name, torch.zeros_like(value)) + value
-        if measures:  # by the memory that the first micro-batch takes
-            taken = torch.cuda.max_memory_allocated(policy.device) - allocated
-            policy.micro_batches.fit(cost=lengths.cost(rows), taken=taken, free=free)
+        return metrics
 
     def restore(self, *, skipped: int, skipped_in_a_row: int, loss_scale: dict[str, Any]) -> None:
         """Go on with the counts of a checkpoint, and in float16 with its loss scale (else {})."""
@@ -195,6 +223,7 @@ class RoleOptimizer:
     ) -> None:
         self.parameters = parameters
         self.learning_rate = learning_rate
+        self.moment_bytes = MOMENT_BYTES[kind]
         adamw: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
         if kind == "adamw8bit":
             try:
@@ -207,6 +236,12 @@ class RoleOptimizer:
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
         self.optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
+
+    @property
+    def missing_bytes(self) -> int:
+        """Count the bytes of moments that the next steps will make: of parameters that have had no gradient."""
+        without = (p for p in self.parameters.values() if p not in self.optimizer.state)
+        return self.moment_bytes * sum(p.numel() for p in without)
 
     def set_rate(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
