@@ -313,9 +313,9 @@ def template_texts(
     template = tokenizer.chat_template
     roles = ", ".join(message["role"] for message in conversations[0][:8])
     for name in variables:  # one that is not mentioned would have no effect
-        source = tokenizer.get_chat_template()
-        if not re.search(rf"\b{re.escape(name)}\b", source):
-            meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
+        known = {*re.findall(r"\b[^\W\d]\w*", tokenizer.get_chat_template())}
+        if name not in known:
+            meant = did_you_mean(name, sorted(known))
             raise ValueError(
                 f"task.chat_template_kwargs: the model's template has no variable `{truncate(name)}`.{meant}"
             )
