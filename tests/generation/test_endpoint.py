@@ -285,7 +285,10 @@ def test_the_largest_top_k_is_sampled_with(listening: Listening) -> None:
     assert status_of(listening, "completions", {"top_k": (1 << 63) - 1})[0] == 200
 
 
-HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: 90\r\n"
+HEADERS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 90\r\n"
+)
 
 
 @pytest.mark.parametrize(
