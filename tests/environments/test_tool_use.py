@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Message, Reply, Tra
 from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
+from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults
 
 
@@ -182,6 +185,115 @@ def test_a_tool_that_exits_is_a_failed_call_and_others_are_answered() -> None:
     assert (first.startswith(CALL_FAILED), "3" in first) == (True, True)
     assert (second.startswith(CALL_FAILED), "4" in second) == (True, True)
     assert (third, reply.tool_error) == ("11", True)
+
+
+def test_a_result_that_is_nested_too_deep_is_a_failed_call_and_a_deep_one_is_not() -> None:
+    def deep(levels: int) -> list[Any]:
+        value: list[Any] = []
+        for _ in range(levels - 1):
+            value = [value]
+        return value
+
+    reply = answer(deep, add, to=call("deep", levels=5000) + call("deep", levels=100) + call("add", a=1))
+    assert isinstance(reply, Reply)
+    first, second, third = reply.results
+    assert first.startswith(CALL_FAILED)
+    assert (second, third, reply.tool_error) == ("[" * 100 + "]" * 100, "11", True)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_exception_that_has_no_text_is_a_failed_call_by_its_class() -> None:
+    def fetch() -> str:
+        raise Unspeakable
+
+    assert answer(fetch, to=call("fetch")) == Reply(f"{CALL_FAILED} Unspeakable", tool_error=True)
+
+
+def test_a_result_that_cannot_be_turned_into_text_is_a_failed_call() -> None:
+    class Silent:
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    assert answer(Silent, to=call("Silent")) == Reply(f"{CALL_FAILED} RuntimeError: no words", tool_error=True)
+
+
+STOPPING = """
+from tinyrl.environments.worker_service import respond_with
+
+def stop():
+    raise KeyboardInterrupt("no")
+
+async def stop_later():
+    raise KeyboardInterrupt
+
+def add(a):
+    return a + 10
+
+def respond(prompts, transcripts):
+    return respond_with([stop, stop_later, add])(prompts, transcripts)
+"""
+
+
+def test_an_interrupt_that_a_tool_raises_is_a_failed_call(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(STOPPING)
+    use = parse_use(f"{tmp_path}/mine.py:respond", setting="environment.name")
+    host = f"{worker_service.__name__}:environment"
+    asked = call("stop") + call("stop_later") + call("add", a=1)
+    given = {"prompts": ["?"], "transcripts": [[turn(asked)]]}
+    with WorkerFunction([use], setting="environment.name", host=host, timeout_s=20) as worker:
+        results = worker.rows(given, 1, call="respond", is_valid=lambda value: True)
+    first, second, third = results.values[0][4]
+    assert (first.startswith(CALL_FAILED), second.startswith(CALL_FAILED), third) == (True, True, "11")
+    assert results.failures == []
+
+
+def test_an_interrupt_of_the_run_itself_passes_a_tool_of_a_notebook() -> None:
+    def stop() -> str:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        answer(stop, to=call("stop"))
+
+
+class Thing:
+    pass
+
+
+def test_a_result_has_no_address_which_another_process_reads_otherwise() -> None:
+    def look() -> Any:
+        return Thing()
+
+    def count() -> Any:
+        return {"first": [Thing()], "second": len}
+
+    def fail() -> Any:
+        raise ValueError(Thing())
+
+    thing = f"<{__name__}.Thing>"
+    assert answer(look, to=call("look")) == Reply(thing)
+    assert answer(count, to=call("count")) == Reply(json.dumps({"first": [thing], "second": "<built-in function len>"}))
+    assert answer(fail, to=call("fail")) == Reply(f"{CALL_FAILED} ValueError: {thing}", invalid=True)
+
+
+def test_a_text_that_a_tool_returns_keeps_an_address_in_it() -> None:
+    def read() -> str:
+        return "<Thing object at 0x7f00aa10>"
+
+    assert answer(read, to=call("read")) == Reply("<Thing object at 0x7f00aa10>")
+
+
+def test_an_environment_that_is_a_coroutine_is_awaited() -> None:
+    async def respond(prompts: list[Any], transcripts: list[Transcript]) -> list[str]:
+        await asyncio.sleep(0)
+        return [f"{prompt}!" for prompt in prompts]
+
+    service = worker_service.environment([respond])
+    found = service.calls["respond"]({"prompts": ["a", "b"], "transcripts": [[], []]}, 2)
+    assert found.values == [["a!", False, None, False, [], False], ["b!", False, None, False, [], False]]
 
 
 def test_a_tool_may_get_the_episode_that_called_it() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import socket
 import threading
 import time
 import urllib.error
@@ -19,6 +22,7 @@ import uvicorn
 from tests.generation.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
+from tinyrl.generation import endpoint as endpoint_file
 from tinyrl.generation.endpoint import LOCAL, Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.live_answer import Choice
@@ -122,6 +126,8 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
         ({"chat_template_kwargs": {"thinking": True}}, {}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
+        ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),
+        ({"top_k": 1 << 63}, {}, 400, "top_k"),
         (b"{", {}, 400, "JSON"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "JSON"),  # a page of another site may send it without being asked
         (b"{}", {"Host": "evil.example"}, 400, ""),
@@ -273,6 +279,77 @@ def test_variables_of_a_template_that_are_its_own_are_not_a_clients(name: str, c
     own = {"chat_template_kwargs": {name: []}}
     with pytest.raises(openai.BadRequestError, match=name):
         client.chat.completions.create(model="policy", messages=HELLO, max_tokens=1, extra_body=own)
+
+
+def test_the_largest_top_k_is_sampled_with(listening: Listening) -> None:
+    assert status_of(listening, "completions", {"top_k": (1 << 63) - 1})[0] == 200
+
+
+HEADERS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: 90\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"), [(b"", b""), (HEADERS[:20], b""), (HEADERS, b""), (HEADERS + b"\r\n{", b"HTTP/1.1 408 ")]
+)
+def test_a_client_that_does_not_send_its_request_is_let_go(
+    sent: bytes, answer: bytes, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.2)
+    port = int(listening.url.rpartition(":")[2].partition("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(sent)
+        found = connection.makefile("rb").read()  # until the server closes
+    assert found[:13] == answer
+
+
+def test_an_answer_that_takes_longer_than_a_request_may_is_sent(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.05)
+    monkeypatch.setattr(endpoint_file, "render_prompt", slowly(render_prompt))
+    assert status_of(listening, "completions", {})[0] == 200
+
+
+def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*given: Any, **named: Any) -> Any:
+        time.sleep(0.3)
+        return function(*given, **named)
+
+    return later
+
+
+def test_an_answer_that_is_cut_off_at_the_end_logs_no_traceback(
+    live: LiveScheduler, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = threading.Event()
+    over = threading.Event()
+
+    def for_ever(*given: Any, **named: Any) -> Any:
+        begun.set()
+        over.wait(30)
+        raise ValueError("over")
+
+    monkeypatch.setattr(endpoint_file, "render_prompt", for_ever)
+    with listening_to(live) as listening:
+        logging.getLogger("uvicorn.error").propagate = True
+        logging.getLogger("uvicorn").propagate = True
+        client = threading.Thread(target=suppressed(status_of), args=[listening, "completions", {}])
+        client.start()
+        begun.wait(30)
+    over.set()
+    client.join()
+    assert [record for record in caplog.records if record.exc_info] == []
+
+
+def suppressed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> None:
+        with contextlib.suppress(Exception):
+            function(*given)
+
+    return call
 
 
 WISHED = {"response_format": {"type": "json_object"}, "tool_choice": "required", "reasoning_effort": "low"}

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import FixedLength
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
@@ -20,11 +22,12 @@ from tinyrl.config.schema import Config
 from tinyrl.models.batch import examples
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import Device
-from tinyrl.models.loading import check_vocabulary, load_tokenizer
+from tinyrl.models.loading import check_vocabulary, load_causal_lm, load_tokenizer, read_config
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
+from tinyrl.models.tokens import template_text, token_ids
 
 Damage = Callable[[Path], Any]
 WEIGHTS, ADAPTER, CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
@@ -151,3 +154,71 @@ def test_a_damaged_folder_is_refused(sound: dict[str, Path], role: str, tmp_path
         with pytest.raises(ValueError, match=wanted) as caught:
             use(role, folder, sound["policy"])
         assert len(str(caught.value).splitlines()) < 4, wanted
+
+
+# ---- what a stranger's config.json, template and tokenizer may do ----
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"_attn_implementation": "owner/repo"},
+        {"attn_implementation": "owner/repo@v1:kernel"},
+        {"attn_implementation": {"text_config": "owner/repo"}},
+        {"_experts_implementation": "owner/repo"},
+        {"text_config": {"attn_implementation": "owner/repo"}},
+    ],
+)
+def test_an_implementation_of_another_repository_is_refused(
+    changes: dict[str, Any], tiny: TinyModels, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("config.json", **changes)(folder)
+    with pytest.raises(ValueError, match=r"_implementation.*owner/repo"):
+        read_config(str(folder))
+
+
+def test_an_implementation_of_the_library_is_read(tiny: TinyModels, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("config.json", _attn_implementation="eager")(folder)
+    assert read_config(str(folder)).model_type == "llama"
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"])
+def test_a_size_far_beyond_the_weights_is_refused_before_it_is_made(
+    name: str, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("config.json", **{name: 1_000_000})(folder)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *given, **named: pytest.fail("it is made"))
+    with pytest.raises(ValueError, match=f"{name} is 1000000"):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
+def test_a_template_that_renders_half_a_surrogate_pair_is_refused(tiny: TinyModels) -> None:
+    tokenizer = load_tokenizer(str(tiny("llama")))
+    tokenizer.chat_template = "{{ '\\ud800' }}{{ messages[0].content }}"
+    with pytest.raises(ValueError, match="surrogate"):
+        template_text(tokenizer, [{"role": "user", "content": "hi"}], variables={})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"decoder": {"type": "Strip", "content": "a", "start": 9, "stop": 9}},
+    ],
+)
+def test_a_tokenizer_that_panics_is_refused(changes: dict[str, Any], tiny: TinyModels, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("tokenizer.json", **changes)(folder)
+    with pytest.raises(ValueError, match="cannot load a tokenizer"):
+        load_tokenizer(str(folder))
+
+
+def test_a_text_on_which_a_tokenizer_panics_is_a_sentence(tiny: TinyModels) -> None:
+    tokenizer: Any = load_tokenizer(str(tiny("llama")))
+    tokenizer.backend_tokenizer.pre_tokenizer = FixedLength(0)
+    with pytest.raises(ValueError, match="cannot encode"):
+        token_ids(tokenizer, "hello")

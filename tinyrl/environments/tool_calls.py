@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import json
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,8 @@ from typing import Any
 
 from tinyrl.environments import DropEpisode, Message, Reply
 from tinyrl.text import without_thoughts
-from tinyrl.workers.worker import Exited, awaited
+from tinyrl.workers.values import message_of
+from tinyrl.workers.worker import Exited, awaited, is_ours
 
 CALL_FAILED = "This call failed:"
 MAX_REASON_CHARS = 200  # of an exception's first line
@@ -31,6 +33,8 @@ DECODER = json.JSONDecoder()
 
 # ValueErrors that a tool does not raise on purpose: what its server answered could not be read.
 UNREADABLE = (json.JSONDecodeError, UnicodeError)
+
+ADDRESS = re.compile(r"(?: object)? at 0x[0-9a-fA-F]{4,}(?=[ >])")  # in a default repr: <game.Thing object at 0x7f...>
 
 Tools = Mapping[str, Callable[..., Any]]
 
@@ -116,7 +120,7 @@ def carry_out(episodes: Sequence[tuple[Tools, Sequence[ToolCall]]]) -> list[list
             elif isinstance(value, BaseException):
                 replies[index].append(_raised(value))
             else:
-                replies[index].append(value if isinstance(value, Reply) else Reply(text_of(value)))
+                replies[index].append(_reply_of(value))
     return [dropped.get(index, of_calls) for index, of_calls in enumerate(replies)]
 
 
@@ -136,10 +140,22 @@ def _begin(tools: Tools, call: ToolCall) -> Any:
         return _failed(f"{call.name}: {error}")
     try:
         return tools[call.name](**arguments)
-    except SystemExit as exit_:  # of a tool that would end the process of all episodes
-        return Exited(f"sys.exit({exit_.code!r})")
     except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
         return error
+    except BaseException as error:  # of a tool that would end the process of all episodes
+        if is_ours(error):
+            raise
+        return Exited.by(error)
+
+
+def _reply_of(value: Any) -> Reply:
+    """Return the reply to a call that gave this value; to one that cannot be turned into text, that it failed."""
+    if isinstance(value, Reply):
+        return value
+    try:
+        return Reply(text_of(value))
+    except Exception as error:  # noqa: BLE001 people's code may raise anything, in __str__ and in tolist too
+        return _raised(error)
 
 
 def typed_arguments(tool: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -184,7 +200,7 @@ def _hinted_types(function: Callable[..., Any]) -> dict[str, Any]:
 def _raised(error: BaseException) -> Reply:
     """Return the reply to a call whose tool raised an exception."""
     refused = isinstance(error, ValueError) and not isinstance(error, UNREADABLE)
-    reply = _failed(": ".join(filter(None, [type(error).__name__, str(error).strip()])))
+    reply = _failed(": ".join(filter(None, [type(error).__name__, without_addresses(message_of(error)).strip()])))
     return replace(reply, invalid=refused, tool_error=not refused)
 
 
@@ -216,16 +232,31 @@ def rows_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> lis
 
 
 def text_of(value: Any) -> str:
-    """Format a result: text as it is, JSON if possible, else str()."""
+    """Format a result: text as it is, JSON if possible, else str() without addresses. Raises what a value's own methods
+    raise, and RecursionError for one that is nested too deep.
+    """
+    if isinstance(value, str):
+        return encodable(str(value))
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, dict | list | tuple | int | float | None):
-        plain = lambda inner: inner.tolist() if hasattr(inner, "tolist") else str(inner)  # noqa: E731
         try:
-            value = json.dumps(value, ensure_ascii=False, default=plain)
+            value = json.dumps(value, ensure_ascii=False, default=_plain)
         except (TypeError, ValueError):  # keys that are no text; a list that holds itself
-            value = str(value)
-    return encodable(str(value))
+            value = without_addresses(str(value))
+    else:
+        value = without_addresses(str(value))
+    return encodable(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that JSON does not have as one that it has."""
+    return value.tolist() if hasattr(value, "tolist") else without_addresses(str(value))
+
+
+def without_addresses(text: str) -> str:
+    """Return the text of an object without the addresses of default reprs: another process has others."""
+    return ADDRESS.sub("", text)
 
 
 def encodable(text: str) -> str:

@@ -120,7 +120,7 @@ class ClassEnvironment:
         instance = self._make()
         known = parameters_of(instance.reset)["parameters"]
         given = row if known is None else {name: row[name] for name in known if name in row}
-        text = instance.reset(**copy.deepcopy(given))  # which may change what it is given
+        [text] = awaited([instance.reset(**copy.deepcopy(given))])  # which may change what it is given
         return instance, None if text is None else text_of(text)
 
 

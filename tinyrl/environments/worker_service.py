@@ -26,7 +26,7 @@ from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
-from tinyrl.workers.values import RowResults, as_score, check_values
+from tinyrl.workers.values import RowResults, as_score, check_values, message_of
 from tinyrl.workers.worker import Service, awaited, parameters_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
@@ -69,7 +69,8 @@ def serve_replies(respond: Callable[..., Any], *, tools: Sequence[Callable[..., 
     common = {"schemas": schemas(tools) if tools else None, "opening": False, "rewards": False}
 
     def answer(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
-        return check_values(respond(**arguments), num_rows, check=as_reply)
+        [returned] = awaited([respond(**arguments)])
+        return check_values(returned, num_rows, check=as_reply)
 
     return Service({"respond": answer}, common | facts)
 
@@ -83,7 +84,7 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
     if isinstance(value, DropEpisode):
         return None, _dropped(value)
     if isinstance(value, Exception):
-        return None, f"gave no answer: {value}"
+        return None, f"gave no answer: {message_of(value)}"
     value = Reply(value) if isinstance(value, str) else value
     text, done, reward = (getattr(value, name, None) for name in ("text", "done", "reward"))
     if not isinstance(text, str) or not isinstance(done, bool):
@@ -100,7 +101,8 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
 
 
 def _dropped(reason: DropEpisode) -> str:
-    return f"dropped the episode: {reason}" if str(reason) else "dropped the episode"
+    why = message_of(reason)
+    return f"dropped the episode: {why}" if why else "dropped the episode"
 
 
 def _as_final_reward(value: Any) -> tuple[float | None, str]:

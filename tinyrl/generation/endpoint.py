@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import logging
 import secrets
 import socket
 import threading
@@ -40,6 +41,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.generation.agent_episode import AgentEpisode, ClientInput
@@ -62,6 +64,7 @@ LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 CLIENT_GONE = 499  # nginx's status; nobody receives it
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 MOST_SEQUENCES = 4096  # of all requests together
+SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
 MOST_WISHES = 20  # fields that are listed
 OWN_VARIABLES = {  # of a chat template, which are given here
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
@@ -207,10 +210,14 @@ class Endpoint:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Refused(415, "a request is JSON: Content-Type: application/json")
         raw = bytearray()
-        async for block in request.stream():
-            raw += block
-            if len(raw) > MAX_BODY:
-                raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
+        try:
+            async with asyncio.timeout(SLOW_S):
+                async for block in request.stream():
+                    raw += block
+                    if len(raw) > MAX_BODY:
+                        raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
+        except TimeoutError:
+            raise Refused(408, f"a request is sent within {SLOW_S:g} s") from None
         try:
             asked = from_json(bytes(raw), allow_inf_nan=False)
         except ValueError as error:
@@ -374,6 +381,52 @@ def unknown_path(request: HttpRequest, error: HTTPException) -> Refused:
     return Refused(error.status_code, f"there is no {request.method} {path}; there is {there}")
 
 
+class Connection(AutoHTTPProtocol):
+    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S."""
+
+    transport: Any
+    cycle: Any  # the request that was read last, and its answer
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._ends: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._await_headers(transport)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._await_headers(self.transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._ends is not None:
+            self._ends.cancel()
+        super().connection_lost(exc)
+
+    def _await_headers(self, transport: asyncio.BaseTransport) -> None:
+        """End the connection later, unless a request is being answered."""
+        is_answered = self.cycle is not None and not self.cycle.response_complete
+        if is_answered and self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+        elif not is_answered and self._ends is None:
+            self._ends = asyncio.get_running_loop().call_later(SLOW_S, transport.close)
+
+
+def is_no_cancel(record: logging.LogRecord) -> bool:
+    """Return whether a line of uvicorn's log is not about answers that were cut off at the end of the server."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
+
+
+def server_config(endpoint: Endpoint, *, log_level: str, grace_s: int) -> uvicorn.Config:
+    """Configure uvicorn's server of an endpoint; grace_s: for answers under way at its end."""
+    config = uvicorn.Config(endpoint.app, http=Connection, log_level=log_level, timeout_graceful_shutdown=grace_s)
+    logging.getLogger("uvicorn.error").addFilter(is_no_cancel)
+    return config
+
+
 class Listening:
     """A thread in which an endpoint listens at `url`, on a free port of this machine, until `stop`."""
 
@@ -382,7 +435,7 @@ class Listening:
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        self._server = uvicorn.Server(uvicorn.Config(endpoint.app, log_level="error", timeout_graceful_shutdown=1))
+        self._server = uvicorn.Server(server_config(endpoint, log_level="error", grace_s=1))
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
         self._thread.start()
         while not self._server.started:

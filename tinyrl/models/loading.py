@@ -16,13 +16,14 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -59,6 +60,8 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 # The library then reports weights that are missing or of another shape, instead of an error that names none of them.
 FULL_REPORT: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "use_safetensors": True}
 HUB_DEFAULT = "main"
+MOST_TIMES = 2  # the size of the weights, or COSTS_LITTLE: what is nearer is made, and the weight that differs is named
+COSTS_LITTLE = 1000  # also the layers of a model that has one for all (ALBERT)
 # Settings of a generation configuration that decide which of the others have an effect.
 DECIDING = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
@@ -153,9 +156,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 
 def read_config(resolved: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read config.json. Raises ValueError where it names a number of positions that is none, or a dtype that no model
-    computes in: the library reads those as they are.
+    """Read config.json. Raises ValueError where it names native code of a repository, a number of positions that is
+    none, or a dtype that no model computes in: the library reads those as they are.
     """
+    for name, kernel in _kernels(written_config(resolved, revision=revision)):
+        raise ValueError(f"{name} is {truncate(kernel)!r}, code of another repository; take a name without a slash")
     config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config()):
         positions = getattr(part, "max_position_embeddings", None)
@@ -170,6 +175,45 @@ def read_config(resolved: str, *, revision: str | None = None, trust_remote_code
             shown = str(dtype).removeprefix("torch.")
             raise ValueError(f"dtype is {truncate(shown)}; it must be a floating-point one, such as bfloat16")
     return config
+
+
+def written_config(resolved: str, *, revision: str | None = None) -> dict[str, Any]:
+    """Return config.json as it is written."""
+    written, _ = PretrainedConfig.get_config_dict(resolved, revision=revision)
+    return written
+
+
+def _kernels(written: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the settings of config.json, at any depth, that name an implementation in a repository (owner/name)."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            yield from _kernels(value, key if not name.endswith("_implementation") else name)
+    elif isinstance(written, list):
+        for value in written:
+            yield from _kernels(value, name)
+    elif isinstance(written, str) and name.endswith(("_implementation", "_implementation_internal")) and "/" in written:
+        yield name, written
+
+
+def check_sizes(config: PretrainedConfig, resolved: str) -> None:
+    """Raise ValueError where config.json asks for far more layers than the weights of a folder have, or for far larger
+    ones: the library would make them before it says that they are missing. Nothing but the headers is read.
+    """
+    shapes = dict[str, list[int]]()
+    for file in sorted(Path(resolved).glob("*.safetensors")):
+        with safe_open(file, framework="np") as weights:
+            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+    if not shapes:  # of the hub, or none
+        return
+    part = config.get_text_config()
+    numbers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)]
+    most = {"num_hidden_layers": max(numbers, default=-1) + 1}
+    longest = max(side for shape in shapes.values() for side in (*shape, 1))
+    most |= dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), longest)
+    for name, there in most.items():
+        size = getattr(part, name, None)
+        if isinstance(size, int) and size > max(MOST_TIMES * there, COSTS_LITTLE):
+            raise ValueError(f"{name} is {size}, and the weights have at most {there}")
 
 
 def load_model_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -209,6 +253,7 @@ def load_causal_lm(
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
+        check_sizes(config, resolved)
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     model, found = loaded
     check_weights(model, found, path=path)

@@ -64,13 +64,20 @@ def reading(what: str, folder: str | Path | None = None) -> Iterator[None]:
         yield
     except (Stop, MemoryError):
         raise
-    except Exception as error:  # broad on purpose, see above
+    except BaseException as error:  # broad on purpose, see above
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         if no_memory(error) is not None or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
             raise
         found = truncate(" ".join(str(error).split()), ERROR_CHARACTERS)
         if type(error).__module__ == "builtins" and not isinstance(error, ValueError | OSError | RuntimeError):
             found = f"{type(error).__name__}: {found}"
         raise ValueError(f"{what}: {_damaged_weights(folder) or found}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an exception is a panic of a library in Rust (tokenizers, safetensors), which is no Exception."""
+    return type(error).__name__ == "PanicException"
 
 
 def _damaged_weights(folder: str | Path | None) -> str | None:

@@ -25,6 +25,7 @@ from tinyrl.models.device import move_to_device
 from tinyrl.models.loading import (
     FULL_REPORT,
     NoHead,
+    check_sizes,
     check_vocabulary,
     check_weights,
     embedding_rows,
@@ -125,6 +126,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
         config = read_config(resolved, trust_remote_code=trust_remote_code)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            check_sizes(config, resolved)
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
             )

@@ -21,7 +21,7 @@ from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tinyrl.models.reading import reading
+from tinyrl.models.reading import is_panic, reading
 from tinyrl.text import did_you_mean, truncate
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 THOUGHTS = ("<think>", "</think>")
 STAND_IN = f"xx{secrets.token_hex(8)}"
 NAME = f"yy{secrets.token_hex(8)}"  # nobody can write them into a content
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _STAND_IN = re.compile(rf"{STAND_IN}(\d+)z")
 PARALLEL = "TOKENIZERS_PARALLELISM"  # read by the library at each call
 CONTEXT = 64  # characters before a text that may change its tokens
@@ -204,9 +205,22 @@ def token_ids_of(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[l
     """Encode each of some texts as `token_ids` does, those without stand-ins in one call."""
     plain = [text for text in texts if STAND_IN not in text]
     options: dict[str, Any] = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
-    encoded: Any = tokenizer(plain, add_special_tokens=False, **options)["input_ids"] if plain else []
+    with no_panic(tokenizer):
+        encoded: Any = tokenizer(plain, add_special_tokens=False, **options)["input_ids"] if plain else []
     ids = iter(encoded)
     return [_with_stand_ins(tokenizer, text) if STAND_IN in text else [*map(int, next(ids))] for text in texts]
+
+
+@contextmanager
+def no_panic(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Raise ValueError for a panic of the tokenizer's library inside."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        owner = repr(tokenizer.name_or_path) if tokenizer.name_or_path else "the model"
+        raise ValueError(f"the tokenizer of {owner} cannot encode a text: {truncate(str(error))}") from error
 
 
 @contextmanager
@@ -313,9 +327,9 @@ def template_texts(
     template = tokenizer.chat_template
     roles = ", ".join(message["role"] for message in conversations[0][:8])
     for name in variables:  # one that is not mentioned would have no effect
-        source = tokenizer.get_chat_template()
-        if not re.search(rf"\b{re.escape(name)}\b", source):
-            meant = did_you_mean(name, sorted({*re.findall(r"[A-Za-z_]\w*", source)}))
+        known = {*re.findall(r"\b[^\W\d]\w*", tokenizer.get_chat_template())}
+        if name not in known:
+            meant = did_you_mean(name, sorted(known))
             raise ValueError(
                 f"task.chat_template_kwargs: the model's template has no variable `{truncate(name)}`.{meant}"
             )
@@ -337,6 +351,8 @@ def template_texts(
         except MemoryError:
             raise ValueError("it takes more memory than there is") from None
         for messages, text in zip(conversations, texts, strict=True):
+            if _SURROGATE.search(text):
+                raise ValueError("it renders half of a surrogate pair, which no tokenizer takes")
             longest = sum(len(str(message.get("content") or "")) for message in messages) * 4 + MOST_CHARACTERS
             if not 0 < len(text.strip()) <= longest:
                 raise ValueError(f"it renders {len(text.strip()):,} characters; 1 to {longest:,} are allowed")

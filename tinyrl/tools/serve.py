@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.endpoint import LOCAL, Endpoint
+from tinyrl.generation.endpoint import LOCAL, Endpoint, server_config
 from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler
@@ -107,7 +107,7 @@ def serve(target: Target, bound: socket.socket, *, key: str | None, options: Opt
     with bound, served(target, options=options, max_rows=max_rows, key=key, hosts=hosts) as endpoint:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         print(f"{', '.join(endpoint.models)} at {url}", flush=True)
-        server = Server(uvicorn.Config(endpoint.app, log_level="warning", timeout_graceful_shutdown=GRACE_S))
+        server = Server(server_config(endpoint, log_level="warning", grace_s=GRACE_S))
         # uvicorn raises the signal that ended it once more; that is an ordinary end here.
         before = {one: signal.signal(one, signal.SIG_IGN) for one in (signal.SIGINT, signal.SIGTERM)}
         try:

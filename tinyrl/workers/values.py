@@ -109,6 +109,14 @@ def is_text(value: Any) -> bool:
     return value is None or isinstance(value, str)
 
 
+def message_of(error: BaseException) -> str:
+    """Return an exception's message; none of one that cannot be turned into text."""
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 people's code may raise anything, in __str__ too
+        return ""
+
+
 def _describe(value: Any) -> str:
     kind = type(value).__name__
     shown = isinstance(value, str | list | tuple | dict)

@@ -23,19 +23,29 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tinyrl.workers import protocol
 from tinyrl.workers.imports import ImportLog
-from tinyrl.workers.values import RowResults, check_scores
+from tinyrl.workers.values import RowResults, check_scores, message_of
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
+
+
+@dataclass
+class _Process:
+    is_worker: bool = False
+
+
+_this_process = _Process()
 
 
 def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
     """Answer the requests of one pipe into the other until the run closes it."""
     import resource  # Windows has none
 
+    _this_process.is_worker = True
     with contextlib.suppress(ValueError, OSError):  # above the limit that holds already
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     for pipe in (requests, replies):
@@ -104,14 +114,16 @@ class Loaded:
             assert self._service is not None
             call = self._service.calls[request["call"]]
             return protocol.encode_results(call(request["arguments"], request["num_rows"]))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 people's code may raise anything, which is our answer
+        except BaseException as error:  # people's code may raise anything, which is our answer
+            if is_ours(error):
+                raise
             return self._raised(error)
 
     def _raised(self, error: BaseException) -> dict[str, Any]:
         steps = traceback.walk_tb(error.__traceback__)
         lines = [line for frame, line in steps if frame.f_code.co_filename == self._file]
         where = f"{os.path.basename(self._file)}, line {lines[-1]}" if self._file and lines else ""
-        text = f"{type(error).__name__}: {str(error)[:MAX_ERROR_CHARS]}"
+        text = f"{type(error).__name__}: {message_of(error)[:MAX_ERROR_CHARS]}"
         if isinstance(error, MemoryError):
             import resource
 
@@ -183,7 +195,23 @@ def _event_loop() -> Any:
 
 
 class Exited(Exception):
-    """A coroutine called sys.exit, which would end the event loop and leave its caller waiting."""
+    """Code of a person's raised what is no Exception, such as that of sys.exit: it would end the process or, from a
+    coroutine, the event loop, and leave its caller waiting.
+    """
+
+    @classmethod
+    def by(cls, error: BaseException) -> Exited:
+        """Describe the exception of a person's code."""
+        if isinstance(error, SystemExit):
+            return cls(f"sys.exit({error.code!r})")
+        return cls(": ".join(filter(None, [type(error).__name__, message_of(error)])))
+
+
+def is_ours(error: BaseException) -> bool:
+    """Return whether an exception is a Ctrl-C in the run itself, which calls a notebook's functions. A worker has a
+    session of its own: there only a person's code raises KeyboardInterrupt.
+    """
+    return isinstance(error, KeyboardInterrupt) and not _this_process.is_worker
 
 
 def awaited(values: list[Any], *, return_exceptions: bool = False) -> list[Any]:
@@ -196,8 +224,8 @@ def awaited(values: list[Any], *, return_exceptions: bool = False) -> list[Any]:
     async def kept_inside(value: Any) -> Any:
         try:
             return await value
-        except SystemExit as exit_:
-            raise Exited(f"sys.exit({exit_.code!r})") from exit_
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise Exited.by(error) from error
 
     async def together() -> list[Any]:
         coroutines = [kept_inside(value) for value in waiting.values()]
