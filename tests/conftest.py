@@ -1,12 +1,16 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
 Runs inside the test process draw no report (it takes longer than they do) unless a test is marked `@pytest.mark.whole`.
+Tests compute with one thread, as tiny models are slower with two, and several tests run at a time.
 """
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from tests.running import whole_runs
 from tests.tiny_models import TinyModels
