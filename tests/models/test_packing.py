@@ -172,6 +172,8 @@ def test_recomputed_layers_tiles_blocks_of_queries_and_chunks_change_no_gradient
         return gradients(roles, "policy", lambda: policy_loss(roles, start=START)), max(calls)
 
     plain, longest = step()
+    with roles.gradient_checkpointing():  # compares recomputed layers with the library's
+        step()
     monkeypatch.setattr(packing, "MASK_ELEMENTS", 64)
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * roles.head("policy").weight.shape[0])
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 7)
