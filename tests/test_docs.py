@@ -151,3 +151,21 @@ def test_the_table_of_findings_has_each_of_them() -> None:
     documented = set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE))
     assert documented == names_of_findings()
     assert len(documented) == len({*checks})
+
+
+def rows_on_a_gpu() -> dict[str, list[list[float]]]:
+    """Rows of the table of a step on a GPU by name: the numbers of tinyrl and of TRL."""
+    table = PAGES["benchmarks.md"].partition("## On a GPU")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| ([^|]+?) \| ([0-9][^|]*) \| ([0-9][^|]*) \|$", table, re.MULTILINE)
+    return {name: [[float(x) for x in re.findall(r"[0-9.]+", side)] for side in sides] for name, *sides in rows}
+
+
+def test_the_readme_s_speed_on_a_gpu_is_the_table_s_range_with_its_memory_in_the_same_sentence() -> None:
+    ours, theirs = rows_on_a_gpu()["in all"]
+    [[our_peak], [their_peak]] = rows_on_a_gpu()["peak memory, GB"]
+    [sentence] = [part for part in re.split(r"\. ", PAGES["README.md"]) if "times as fast" in part and "H100" in part]
+    slowest = min(theirs) / max(ours)
+    fastest = max(theirs) / min(ours)
+    assert f"{slowest:.1f} to {fastest:.1f} times" in sentence
+    assert f"{our_peak:.0f} GB" in sentence
+    assert f"TRL {their_peak:.0f}" in sentence

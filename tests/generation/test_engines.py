@@ -1,5 +1,6 @@
 """Sampling engines: equal samples from all of them, whatever the memory and the batch; the choice of an engine."""
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -106,6 +108,49 @@ def test_each_role_samples_from_its_current_weights(tiny: TinyModels, name: str)
         batch = engine.policy.batch_of(examples(PROMPTS, [[3], [4], [5], [6]]))
         engine.policy.logprobs("policy", batch, temperature=1.0)[0].sum().backward()
     assert any(p.grad is not None and p.grad.any() for p in engine.policy.parameters["policy"].values())
+
+
+# ---- half precision ----
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.wide
+def test_the_library_samples_in_the_dtype_of_training(tiny: TinyModels, lora: bool):
+    """Where every weight is trained these are in float32; with LoRA its matrices are."""
+    engine = make_engine(tiny("qwen3"), lora=lora, dtype=torch.bfloat16, max_new_tokens=3)
+    seen = set[torch.dtype]()
+    for module in backbone_of(engine.policy.causal).modules():
+        if type(module) is torch.nn.Linear:
+            module.register_forward_hook(lambda _module, _given, out: seen.add(out.dtype))
+    sample(engine, 1)
+    assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("free", "casts_of_each"), [(1 << 40, 1), (0, 20)])
+def test_trained_weights_are_cast_once_per_call_where_memory_allows(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, free: int, casts_of_each: int
+):
+    """Every product's, and the head's, for 20 tokens; the next call casts them as they then are."""
+    monkeypatch.setattr(engines, "free_bytes", lambda device: free)
+    engine = make_engine(tiny("qwen3"), dtype=torch.bfloat16)
+    engine.eos = set()
+    linear = [module for module in engine.policy.causal.modules() if type(module) is torch.nn.Linear]
+    weights = {module.weight.data_ptr() for module in linear}
+    casts = Counter[int]()
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            cast = func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy) and out.dtype == torch.bfloat16
+            if cast and args[0].data_ptr() in weights:
+                casts[args[0].data_ptr()] += 1
+            return out
+
+    for _ in range(2):
+        casts.clear()
+        with Casts():
+            sample(engine, 1, prompts=PROMPTS[:1])
+        assert casts == dict.fromkeys(weights, casts_of_each)
 
 
 # ---- batches and memory ----

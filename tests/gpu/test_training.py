@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.gpu.devices import ON_A_GPU
 from tests.models.building import stir
 from tests.models.test_layers import HALVES, MAKE, errors, gradients, widened
 from tests.tiny_models import sharp_model
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.packing import attend, pack
 from tinyrl.models.states import all_states, library_states
 
 
@@ -58,3 +60,22 @@ def test_a_pass_takes_less_memory_than_the_librarys(sharp: Path, device: str, ma
             peak = torch.cuda.max_memory_allocated() - before
         most.append(peak)
     assert most[0] < most[1]
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_A_GPU)])
+def test_shared_key_heads_take_no_square_of_a_row_where_flash_attention_cannot_run(device: str):
+    """In float16 as on a T4: one causal row, and two behind the keys of their prompt."""
+
+    def most(length: int) -> int:
+        layout = pack([(length, []), (8, [length, length])], device=device)
+        shape = (3 * length + 8, 64)
+        query = torch.randn(shape[0], 4, shape[1], dtype=torch.float16, device=device, requires_grad=True)
+        key, value = (torch.randn_like(query[:, :2]).requires_grad_() for _ in range(2))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attend(query, key, value, layout, None).sum().backward()
+        return torch.cuda.max_memory_allocated() - before
+
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        most(16)
+        assert most(4096) < 2.2 * most(2048)

@@ -172,6 +172,8 @@ def test_recomputed_layers_tiles_blocks_of_queries_and_chunks_change_no_gradient
         return gradients(roles, "policy", lambda: policy_loss(roles, start=START)), max(calls)
 
     plain, longest = step()
+    with roles.gradient_checkpointing():  # compares recomputed layers with the library's
+        step()
     monkeypatch.setattr(packing, "MASK_ELEMENTS", 64)
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * roles.head("policy").weight.shape[0])
     monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 7)
@@ -205,3 +207,46 @@ def test_memory_of_a_long_text_grows_with_its_length_and_not_the_square(tiny: Ti
 
     most(16)  # compares our layers with the library's
     assert most(4096) < 2.2 * most(2048)
+
+
+class OnCard(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize(("flash", "key_heads"), [(False, 4), (True, 2)])
+def test_shared_key_heads_are_repeated_on_a_gpu_where_flash_attention_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, flash: bool, key_heads: int
+):
+    """As for float16 on a T4: behind a start and a prompt, and alone. Outputs and gradients are those of a CPU."""
+    sdpa = packing.scaled_dot_product_attention
+    calls: list[tuple[int, int, bool]] = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, scale: float, enable_gqa: bool, **causal: Any) -> Tensor:
+        assert len(causal) == 1
+        calls.append((k.shape[1], v.shape[1], enable_gqa))
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        plain = [x.as_subclass(Tensor) for x in (q, k, v)]
+        return sdpa(plain[0], plain[1], plain[2], attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+
+    layout = pack([(3, [2, 5]), (4, [1])], start=6)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(21, heads, 8, generator=generator).half().requires_grad_()
+
+    given = (drawn(4), drawn(2), drawn(2))
+    weight = drawn(4).detach()
+
+    def computed(*tensors: Tensor) -> list[Tensor]:
+        out = packing.attend(tensors[0], tensors[1], tensors[2], layout, 0.3)
+        return [out.detach(), *torch.autograd.grad((out * weight).sum(), given)]
+
+    expected = computed(*given)
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr(packing, "can_use_flash_attention", lambda params: flash, raising=False)
+    found = computed(*(x.as_subclass(OnCard) for x in given))
+    assert set(calls) == {(key_heads, key_heads, flash)}
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.as_subclass(Tensor), theirs, atol=1e-2, rtol=1e-2)

@@ -139,6 +139,9 @@ class FusedEngine(SamplingEngine):
 class HfEngine(SamplingEngine):
     """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape. look_every:
     tokens between two looks at which rows have ended; None: by the device.
+
+    It computes in the dtype of training passes, under autocast. There trained weights are in float32: they are cast
+    once per call where memory allows, else at every token.
     """
 
     name = "hf"
@@ -160,8 +163,24 @@ class HfEngine(SamplingEngine):
     def scheduler(
         self, role: SampledRole, *, rows: int, width: int, serving: bool = False
     ) -> Iterator[LibraryScheduler]:
-        with self.policy.acting(role) as model:
+        with self.policy.acting(role) as model, self._computing(model):
             yield LibraryScheduler(self, model, capacity=rows)
+
+    @contextmanager
+    def _computing(self, model: PreTrainedModel) -> Iterator[None]:
+        """Compute as training passes do. Autocast keeps what it has cast, but not in inference mode."""
+        if self.policy.run_device.dtype == torch.float32:
+            yield
+            return
+        keeps = self._casts_fit(model)
+        with torch.inference_mode(False), torch.no_grad(), self.policy.run_device.autocast(keeps_casts=keeps):
+            yield
+
+    def _casts_fit(self, model: PreTrainedModel) -> bool:
+        """Return whether float32 weights cast to half precision take at most COPY_SHARE of the free memory."""
+        numbers = sum(w.numel() for w in model.parameters() if w.dtype == torch.float32)
+        needed = numbers * self.policy.run_device.dtype.itemsize
+        return needed <= free_bytes(self.policy.device) * COPY_SHARE
 
 
 class LibraryScheduler(BatchScheduler):
@@ -173,7 +192,8 @@ class LibraryScheduler(BatchScheduler):
         self.capacity = capacity
         self.device = engine.policy.device
         self.backbone = backbone_of(model)
-        self.head = head_of(model)
+        head = head_of(model)
+        self.head = head.cast() if torch.is_autocast_cache_enabled() else head
 
     def step(self) -> list[Sequence]:
         """Decode every row by one token, or on a GPU by a few; return the sequences that have ended."""

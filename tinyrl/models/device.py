@@ -44,8 +44,12 @@ class Device:
     device: torch.device
     dtype: torch.dtype
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+    def autocast(self, *, keeps_casts: bool = True) -> torch.autocast:
+        """Return autocast to the run's dtype; keeps_casts: a trained weight is cast once, and the cast kept until the
+        outermost autocast ends.
+        """
+        half = self.dtype != torch.float32
+        return torch.autocast(self.device.type, dtype=self.dtype, enabled=half, cache_enabled=keeps_casts)
 
 
 def make_device(device: str, *, dtype: str) -> Device:

@@ -15,7 +15,7 @@ G_v = dD / dp_v (where a tail bin's G is that of every token in it):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,11 @@ class Head:
     bias: Tensor | None
     scale: float = 1.0
     softcap: float | None = None
+
+    def cast(self) -> Head:
+        """Return the head with its weight in autocast's dtype, if any, for calls that would each cast it."""
+        dtype = autocast_dtype(self.weight.device.type)
+        return self if dtype is None else replace(self, weight=self.weight.to(dtype))
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute float32 logits (N, V) before the temperature, in autocast's dtype, else the wider of the two."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -204,10 +205,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
             shape = (block.num_rows, -1, -1, -1)  # keys (P, heads, d) that stand in front of every row
             in_front = [[x[piece].transpose(0, 1).expand(shape) for piece in block.prefix_pieces] for x in pieces]
             k, v = (torch.cat([*front, own], 2) for front, own in zip(in_front, (k, v), strict=True))
-        if q.is_cuda and q.dtype == torch.float32:  # its kernels need as many key heads as query heads
-            heads = q.shape[1]
+        heads = q.shape[1]
+        grouped = heads != k.shape[1]
+        if q.is_cuda and grouped and not flash_runs(q, k, v):
             k, v = (x.repeat_interleave(heads // x.shape[1], dim=1, output_size=heads) for x in (k, v))
-        options: dict[str, Any] = {"scale": scaling, "enable_gqa": q.shape[1] != k.shape[1]}
+            grouped = False
+        options: dict[str, Any] = {"scale": scaling, "enable_gqa": grouped}
         if not block.prefix_pieces:
             attended = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
         elif q.is_cuda:  # flash kernels know this shape without a mask
@@ -217,6 +220,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
             attended = attend_by_blocks(q, k, v, mask=packing.mask(i, q.dtype), **options)
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
     return _Read.apply(torch.cat(outputs), packing.slots)
+
+
+def flash_runs(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether flash attention computes this on a GPU: not in float32, nor on one before Ampere (T4, V100). It
+    alone reads keys that several query heads share as they are. The other kernel without a matrix of queries by keys
+    needs as many key heads as query heads, and products keep that matrix for backward.
+    """
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True))
 
 
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, **options: Any) -> Tensor:
