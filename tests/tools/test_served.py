@@ -17,12 +17,12 @@ from tests.tiny_models import TinyModels
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import load_start_adapter, save_adapter
 from tinyrl.tools.export import export
-from tinyrl.tools.export.served import ServedModel, check_adapter_keys, served_model, write_adapter
+from tinyrl.tools.export.served import ExportedClass, check_adapter_keys, served_model, write_adapter
 
 WRAPPED = "base_model.model.model.language_model.layers.0."
 
 
-def served(base: Path) -> ServedModel:
+def served(base: Path) -> ExportedClass:
     return served_model(AutoConfig.from_pretrained(base), path=str(base), revision=None)
 
 

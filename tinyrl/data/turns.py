@@ -85,29 +85,29 @@ def joined(prompt: list[Message], answer: list[Message]) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class LearntTurn:
     """A turn of the assistant, or the text that is left of a begun one, behind the messages before it."""
 
     prompt: list[Message]
     answer: Side
 
 
-def learnt_turns(prompt: Prompt | None, answer: list[Message], *, continues: bool) -> list[Turn]:
+def learnt_turns(prompt: Prompt | None, answer: list[Message], *, continues: bool) -> list[LearntTurn]:
     """Return each turn of an answer that is to be learnt, behind the messages before it. continues: the answer goes on
     with the last message of its prompt, and its first turn is the text that is left of that.
     """
     messages = as_messages(prompt)
-    turns = list[Turn]()
+    turns = list[LearntTurn]()
     if continues:
         if is_learnt(answer[0]):
-            turns.append(Turn(messages, rest_of(answer[0])))
+            turns.append(LearntTurn(messages, rest_of(answer[0])))
         conversation = joined(messages, answer)
     else:
         conversation = [*messages, *answer]
     for place in range(len(messages), len(conversation)):
         message = conversation[place]
         if message["role"] == "assistant" and is_learnt(message):
-            turns.append(Turn(conversation[:place], [message]))
+            turns.append(LearntTurn(conversation[:place], [message]))
     return turns
 
 

@@ -47,7 +47,7 @@ from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line
 from tinyrl.tools.export.served import (
     HEADROOM,
-    ServedModel,
+    ExportedClass,
     check_adapter_keys,
     put_into,
     served_model,
@@ -117,7 +117,7 @@ def export(
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
 
-def _served(config: Config, *, trust_remote_code: bool) -> ServedModel:
+def _served(config: Config, *, trust_remote_code: bool) -> ExportedClass:
     """Find how the base of a run is read by other programs."""
     where: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": trust_remote_code}
     return served_model(load_model_config(config.model.path, **where), path=config.model.path, **where)
@@ -224,7 +224,7 @@ def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str
 
 
 def compare_adapter(
-    config: Config, checkpoint: Path, folder: Path, *, run: RunDir, served: ServedModel, **trust: Any
+    config: Config, checkpoint: Path, folder: Path, *, run: RunDir, served: ExportedClass, **trust: Any
 ) -> list[str]:
     """Compare an exported adapter, read by PEFT on the served class, with the policy, in float32; return a note. Raises
     ValueError where they differ. A model that memory does not hold is not compared.
@@ -257,7 +257,7 @@ def _plain_base(config: Config, **trust: Any) -> PreTrainedModel:
 
 
 def write_merged(
-    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, served: ServedModel, **trust: Any
+    config: Config, checkpoint: Path, folder: Path, *, dtype: str, run: RunDir, served: ExportedClass, **trust: Any
 ) -> tuple[str, list[str]]:
     """Save the policy of a checkpoint as one model of the served class and load it back. dtype: auto is that of the
     base's own files. Returns the dtype's name, and notes on the difference; raises ValueError where that is too large.

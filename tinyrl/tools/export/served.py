@@ -31,7 +31,7 @@ HEADROOM = 1.3  # of a model's weights, for loading it and a forward pass
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class ExportedClass:
     """How a base is read: by the class that its config.json names. shell: a model of it on the meta device; decoder,
     own_decoder: where the language model's decoder is in it, and in the class that is trained.
     """
@@ -83,7 +83,7 @@ class ServedModel:
 
 def served_model(
     config: PretrainedConfig, *, path: str, revision: str | None, trust_remote_code: bool = False
-) -> ServedModel:
+) -> ExportedClass:
     """Find how a base with this configuration is read. Raises ValueError where the decoder that was trained is not in
     the class that config.json names.
     """
@@ -99,7 +99,7 @@ def served_model(
             f"config.json of {path!r} names {type(shell).__name__}, which has no {type(decoder).__name__} of its own, "
             f"and that was trained: programs that read {type(shell).__name__} could not read an export"
         )
-    return ServedModel(path=path, revision=revision, shell=shell, decoder=places[0], own_decoder=own_name)
+    return ExportedClass(path=path, revision=revision, shell=shell, decoder=places[0], own_decoder=own_name)
 
 
 def _named_class(config: PretrainedConfig) -> Any:
@@ -115,7 +115,7 @@ def _name_of(model: nn.Module, wanted: nn.Module) -> str:
     return next(name for name, module in model.named_modules() if module is wanted)
 
 
-def put_into(served: PreTrainedModel, policy: PreTrainedModel, *, names: ServedModel) -> None:
+def put_into(served: PreTrainedModel, policy: PreTrainedModel, *, names: ExportedClass) -> None:
     """Copy the weights of the policy into a model of the served class, whose other parts stay the base's."""
     served.get_submodule(names.decoder).load_state_dict(backbone_of(policy).state_dict())
     theirs: Any = served.get_output_embeddings()
@@ -129,7 +129,7 @@ def put_into(served: PreTrainedModel, policy: PreTrainedModel, *, names: ServedM
 # ---- adapters ----
 
 
-def write_adapter(checkpoint: Path, folder: Path, *, served: ServedModel) -> None:
+def write_adapter(checkpoint: Path, folder: Path, *, served: ExportedClass) -> None:
     """Write the adapter of a checkpoint in the names of the served class, with its modules named one by one: by their
     last names, modules of other towers would be adapted too.
     """
@@ -152,11 +152,11 @@ def write_adapter(checkpoint: Path, folder: Path, *, served: ServedModel) -> Non
     (folder / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2), encoding="utf-8")
 
 
-def _served_key(key: str, served: ServedModel) -> str:
+def _served_key(key: str, served: ExportedClass) -> str:
     return IN_A_MODEL + served.name_of(key.removeprefix(IN_A_MODEL))
 
 
-def check_adapter_keys(folder: Path, *, served: ServedModel) -> None:
+def check_adapter_keys(folder: Path, *, served: ExportedClass) -> None:
     """Raise ValueError unless PEFT has a place for each weight of an exported adapter, and a weight for each place, on
     a model of the served class. The shell is wrapped.
     """
