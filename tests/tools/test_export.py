@@ -201,6 +201,21 @@ def test_a_link_in_place_of_an_exported_folder_is_refused(folder: Path, tmp_path
         merged(folder / "lora", tmp_path / "link")
 
 
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_picture_that_is_a_link_is_not_exported(folder: Path, tmp_path: Path, *, is_link: bool):
+    """A run from somebody else may link a private file, and the export may be published."""
+    run = shutil.copytree(folder / "lora", tmp_path / "run")
+    (private := tmp_path / "private.png").write_bytes(b"private")
+    picture = run / "report.png"
+    if is_link:
+        picture.symlink_to(private)
+    else:
+        picture.write_bytes(b"drawn")
+    exported = export(str(run), output=str(tmp_path / "out")).folder
+    assert (exported / "report.png").exists() != is_link
+    assert ("report.png" in (exported / "README.md").read_text()) != is_link
+
+
 def test_an_export_that_was_killed_is_swept_by_the_next_and_one_that_fails_leaves_the_one_before(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

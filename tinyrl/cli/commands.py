@@ -1,7 +1,8 @@
 """The `tinyrl` command.
 
 Each command checks what needs no torch, then imports what it needs inside its function. Exit codes: 0 done, 2 wrong
-config or data (before training), 3 stopped by a guard, 4 out of memory or disk, 75 interrupted and resumable.
+config or data (before training), 3 stopped by a guard, 4 out of memory or disk, or the run's folder lost, 75
+interrupted and resumable.
 """
 
 from __future__ import annotations

@@ -144,13 +144,16 @@ def _describe(
     notes: list[str],
     reader: str | None,
 ) -> None:
-    """Write the card of a model with the picture of its run, and the facts by which a folder is known as exported."""
-    picture = (run.path / PICTURE).is_file()
-    if picture:
-        shutil.copyfile(run.path / PICTURE, folder / PICTURE)
+    """Write the card of a model with the picture of its run, and the facts by which a folder is known as exported. A
+    picture that is a link is left out: the folder may be published, and a run from somebody else may link any file.
+    """
+    drawn = run.path / PICTURE
+    has_picture = drawn.is_file() and not drawn.is_symlink()
+    if has_picture:
+        shutil.copyfile(drawn, folder / PICTURE)
     steps = read_steps(run.metrics, [])
     about: dict[str, Any] = {"name": name, "step": step, "dtype": dtype, "notes": notes, "reader": reader}
-    card = model_card(config, steps, picture=picture, **about)
+    card = model_card(config, steps, picture=has_picture, **about)
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": dtype, "notes": notes}
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
