@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from http.client import HTTPConnection
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +27,7 @@ from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_lib
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
 from tinyrl.environments.environment import Dialogue, Episode
+from tinyrl.generation import agent_episode
 from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
@@ -347,6 +351,44 @@ def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
         one.answered({"content": "x"})
     assert (episode.left, len(episode.samples())) == (16 - 2 * 3, 2)
     assert begun(episode, [5, 6]).sequence.limit == 16 - 2 * 3
+
+
+def test_a_call_is_rendered_and_encoded_in_a_thread_of_its_own(server: Running) -> None:
+    names = set[str]()
+
+    def noted(function: Any, *given: Any, **named: Any) -> Any:
+        names.add(threading.current_thread().name)
+        return function(*given, **named)
+
+    first = server.say(USER)
+    with (
+        mock.patch.object(agent_episode, "template_text", partial(noted, agent_episode.template_text)),
+        mock.patch.object(agent_episode, "tokens_behind", partial(noted, agent_episode.tokens_behind)),
+    ):
+        server.say(USER, first, MORE)
+    assert server.answers == [2]
+    assert names
+    assert "endpoint" not in names  # that of the event loop
+
+
+def test_of_two_calls_that_continue_one_answer_at_once_the_second_begins_a_row(server: Running) -> None:
+    """Both have found the conversation before either has begun."""
+    episode = server.episode
+    call = begun(episode, [5, 6], ClientInput(text="one"))
+    sampled(call.sequence, [40], "eos")
+    call.answered({"content": " x"})
+    found = threading.Barrier(2)
+    tokens_behind = agent_episode.tokens_behind
+
+    def together(*given: Any) -> list[int]:
+        with suppress(threading.BrokenBarrierError):
+            found.wait(timeout=1.0)
+        return tokens_behind(*given)
+
+    with mock.patch.object(agent_episode, "tokens_behind", together), ThreadPoolExecutor(2) as pool:
+        calls = list(pool.map(lambda _: begun(episode, [9], ClientInput(text="one x and")), range(2)))
+    continued = [call.conversation.last is not None for call in calls]
+    assert sorted(continued) == [False, True]
 
 
 def until(there: Callable[[], object]) -> None:

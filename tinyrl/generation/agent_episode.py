@@ -144,6 +144,20 @@ class Call:
             self.episode.numbers.remove(self.number)
 
 
+@dataclass(frozen=True)
+class Continued:
+    """A conversation that a call continues behind its last answer, and the tokens that the call adds."""
+
+    conversation: AgentConversation
+    behind: Sequence
+    read: list[int]
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether no other call has continued the conversation."""
+        return self.conversation.last is self.behind and self.conversation.pending is None
+
+
 @dataclass
 class AgentEpisode:
     """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
@@ -175,44 +189,56 @@ class AgentEpisode:
     def call(self, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]) -> Call | None:
         """Begin a call; None if the episode has no calls or no tokens left. Raises Refused if it is over, and
         ContextOverflow if the model has no position left.
+
+        It renders and encodes texts, which takes long; meanwhile the lock is free for answers to be recorded.
         """
-        with self.lock:
-            if self.over:
-                raise Refused(401, "the episode is over")
-            conversation, read = self._continued(prompt, given)
-            if self.calls_left < 1 or self.left < 1:
-                self.denied = self.denied or ("turns" if self.calls_left < 1 else "length")
-                if conversation is not None:
-                    conversation.was_denied = True
-                return None
-            context = prompt if conversation is None else [*conversation.tokens, *read]
-            room = self.positions - len(context)
-            if room < 1:
-                raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
-            if conversation is None:
-                conversation = AgentConversation(Sample.opened(context, row=self.row))
-                self.conversations.append(conversation)
-            # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
-            # sent before, so that it does not depend on which of several calls comes first.
-            digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
-            number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
-            offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
-            [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
-            most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
-            sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
-            call = Call(
-                self,
-                conversation,
-                sequence,
-                given=given,
-                read=read,
-                number=number,
-                limited=limit is None or most < limit,
-            )
-            conversation.pending = call
-            self.calls_left -= 1
-            self.numbers.add(number)
-            return call
+        while True:
+            found = self._continued(prompt, given)
+            with self.lock:
+                if self.over:
+                    raise Refused(401, "the episode is over")
+                if found is None or found.is_current:
+                    return self._begun(found, prompt, given, limit=limit, stop=stop)
+
+    def _begun(
+        self, found: Continued | None, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]
+    ) -> Call | None:
+        """Begin a call that continues the conversation found, or else another one; the lock must be held."""
+        conversation = None if found is None else found.conversation
+        read = [] if found is None else found.read
+        if self.calls_left < 1 or self.left < 1:
+            self.denied = self.denied or ("turns" if self.calls_left < 1 else "length")
+            if conversation is not None:
+                conversation.was_denied = True
+            return None
+        context = prompt if conversation is None else [*conversation.tokens, *read]
+        room = self.positions - len(context)
+        if room < 1:
+            raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
+        if conversation is None:
+            conversation = AgentConversation(Sample.opened(context, row=self.row))
+            self.conversations.append(conversation)
+        # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
+        # sent before, so that it does not depend on which of several calls comes first.
+        digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
+        number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
+        offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
+        [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
+        most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
+        sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
+        call = Call(
+            self,
+            conversation,
+            sequence,
+            given=given,
+            read=read,
+            number=number,
+            limited=limit is None or most < limit,
+        )
+        conversation.pending = call
+        self.calls_left -= 1
+        self.numbers.add(number)
+        return call
 
     def end(self) -> None:
         with self.lock:
@@ -237,22 +263,23 @@ class AgentEpisode:
                 conversation.sample.finish = cut_by
         return [each.sample for each in answered]
 
-    def _continued(self, prompt: list[int], given: ClientInput) -> tuple[AgentConversation | None, list[int]]:
+    def _continued(self, prompt: list[int], given: ClientInput) -> Continued | None:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""
-        for conversation in reversed(self.conversations):
+        for conversation in reversed([*self.conversations]):
             known = conversation.known
+            last = conversation.last
             added = None
-            if conversation.last is None or conversation.pending is not None:
+            if last is None or conversation.pending is not None:
                 continue
             if given.messages is not None:
-                added = None if known is None else self._added(conversation.last, known, given)
+                added = None if known is None else self._added(last, known, given)
             elif given.text is not None:
-                added = self._text_behind(conversation.last, known, given.text)
+                added = self._text_behind(last, known, given.text)
             elif prompt[: len(tokens := conversation.tokens)] == tokens:
                 added = prompt[len(tokens) :]
             if added is not None:
-                return conversation, added
-        return None, []
+                return Continued(conversation, behind=last, read=added)
+        return None
 
     def _text_behind(self, last: Sequence, known: ClientInput | None, text: str) -> list[int] | None:
         """Encode what follows an answer in a text; None if the text does not begin with what is known."""

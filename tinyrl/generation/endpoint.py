@@ -44,7 +44,7 @@ from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agent_episode import AgentEpisode, ClientInput
+from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.answer_writer import AnswerWriter
 from tinyrl.generation.completions import ChatCompletions, TextCompletions
 from tinyrl.generation.dialect import JSON, ContextOverflow, Dialect, Refused
@@ -313,7 +313,7 @@ class Endpoint:
             call = None
             if episode is None:
                 sequence = self._sequence(answer, prompt, key)
-            elif call := episode.call(prompt, answer.given, limit=answer.limit, stop=body.stops):
+            elif call := await self._call(episode, prompt, answer):
                 sequence = call.sequence
             else:
                 sequence = Sequence(prompt, self.defaults, key, limit=0, finish_reason="length")
@@ -337,6 +337,18 @@ class Endpoint:
                 answer.put(choice, None)
         self.scheduler.submit(submitted)
 
+    async def _call(self, episode: AgentEpisode, prompt: list[int], answer: LiveAnswer) -> Call | None:
+        """Begin a call of an episode in a thread, as that renders and encodes texts. It is given up if the request has
+        been cancelled meanwhile.
+        """
+        begin = partial(episode.call, prompt, answer.given, limit=answer.limit, stop=answer.body.stops)
+        task = asyncio.ensure_future(run_sync(begin))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(give_up_call)
+            raise
+
     def _sequence(self, answer: LiveAnswer, prompt: list[int], key: np.uint64) -> Sequence:
         """Return a sequence as the request asks for it. Raises ContextOverflow if it has no room."""
         body = answer.body
@@ -351,6 +363,13 @@ class Endpoint:
         if params.temperature < LEAST_TEMPERATURE:
             params = replace(params, temperature=1.0, greedy=True)
         return Sequence(prompt, params, key, most, body.stops, "cached", self.models[body.model])
+
+
+def give_up_call(task: asyncio.Future[Call | None]) -> None:
+    """Give up the call that a task has begun for nobody."""
+    call = None if task.cancelled() or task.exception() else task.result()
+    if call is not None:
+        call.give_up()
 
 
 def count_characters(value: Any) -> int:
