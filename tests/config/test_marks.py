@@ -11,7 +11,7 @@ from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
 from tinyrl.runs.resolve import absolute_paths, resolve
-from tinyrl.training.launch import ChangedInput, changed_sources, read_sources
+from tinyrl.training.launch import ChangedInput, changed_sources, named_inputs, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
 TASK = "from tinyrl.tasks import Task\nTASK = Task('mine', rows=lambda split: [{'prompt': 'a'}])\n"
@@ -64,7 +64,7 @@ def wider(**new: Any) -> Wider:
 
 
 def hashed(config: Config) -> set[str]:
-    return {*read_sources(config, rows={}, known={}).files}
+    return {*read_sources(named_inputs(config), rows={}, known={}).files}
 
 
 def test_every_kind_becomes_absolute_where_it_is_a_file(folder: Path):
@@ -130,9 +130,9 @@ def test_values_that_another_version_wrote_stay():
 def test_an_own_task_is_a_file_like_a_reward(folder: Path):
     config = resolve(Config.model_validate({"method": "grpo", "task": {"name": "task.py:TASK"}}))
     assert config.task.name == f"{folder}/task.py:TASK"
-    first = read_sources(config, rows={}, known={})
+    first = read_sources(named_inputs(config), rows={}, known={})
     Path("task.py").write_text(TASK + "# another verifier\n")
-    now = read_sources(config, rows={}, known={})
+    now = read_sources(named_inputs(config), rows={}, known={})
     assert changed_sources(first, now) == [ChangedInput(f"task.name: {folder}/task.py", "has changed")]
 
 
@@ -206,10 +206,10 @@ def test_a_condition_on_the_kind_of_a_task(name: str, has_turns: bool, searches:
 
 
 def test_rows_are_compared_as_they_were_read():
-    first = read_sources(wider(), rows={"training": "a"}, known={})
+    first = read_sources(named_inputs(wider()), rows={"training": "a"}, known={})
     Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    assert changed_sources(first, read_sources(wider(), rows={"training": "a"}, known={})) == []
-    now = read_sources(wider(), rows={"training": "b"}, known={})
+    assert changed_sources(first, read_sources(named_inputs(wider()), rows={"training": "a"}, known={})) == []
+    now = read_sources(named_inputs(wider()), rows={"training": "b"}, known={})
     assert changed_sources(first, now) == [ChangedInput("training rows", "have changed")]
 
 

@@ -22,7 +22,7 @@ from tinyrl.generation.sample import Sample, fill, loss_mask, padded
 from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
-from tinyrl.training.launch import read_sources
+from tinyrl.training.launch import named_inputs, read_sources
 from tinyrl.training.policy_loss import Counts
 
 SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}
@@ -64,7 +64,7 @@ def plain_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
 
 def test_a_teacher_model_gives_the_numbers_of_its_plain_pass(model: Path, other: Path) -> None:
     trainer = loaded(config(model, other))
-    read = read_sources(trainer.config, rows={}, known={})
+    read = read_sources(named_inputs(trainer.config), rows={}, known={})
     assert "teacher.path: model.safetensors" in read.files  # a resume with another teacher is refused
     samples = given(trainer)
     expected, targets = plain_logprobs(other, samples), torch.cat([torch.tensor(s.response) for s in samples])

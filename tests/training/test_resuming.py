@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 from datetime import date
 from pathlib import Path
@@ -228,23 +229,60 @@ def test_files_are_hashed_again_only_when_they_were_touched(
         hashlib, "file_digest", lambda file, kind: hashed.append(Path(file.name).name) or digest(file, kind)
     )
     settings = reads_files(model, tmp_path)
-    first = launching.read_sources(settings, rows={}, known={})
+    first = launching.read_sources(launching.named_inputs(settings), rows={}, known={})
     assert {"model.safetensors", "config.json", "tokenizer.json", "rewards.py"} <= set(hashed)
     hashed.clear()
-    assert launching.read_sources(settings, rows={}, known=first.files) == first
+    assert launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files) == first
     assert hashed == []
     os.utime(tmp_path / "rewards.py", (1, 1))
-    assert launching.changed_sources(first, launching.read_sources(settings, rows={}, known=first.files)) == []
+    assert (
+        launching.changed_sources(
+            first, launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files)
+        )
+        == []
+    )
     assert hashed == ["rewards.py"]
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    now = launching.read_sources(settings, rows={}, known=first.files)
+    now = launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files)
     assert launching.changed_sources(first, now) == [
         launching.ChangedInput("model.path: model.safetensors", "has changed")
     ]
 
 
 @pytest.mark.slow
+def test_a_file_that_goes_before_it_is_hashed_has_no_hash(model: Path, tmp_path: Path) -> None:
+    settings = reads_files(model, tmp_path)
+    inputs = launching.named_inputs(settings)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    read = launching.read_sources(inputs, rows={}, known={})
+    assert list(read.unread) == ["model.path: tokenizer.json"]
+    assert "model.path: model.safetensors" in read.files
+
+
+def test_a_run_whose_file_goes_after_loading_is_saved_and_a_resume_asks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = reads_files(model, tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    content = weights.read_bytes()
+    read_sources = launching.read_sources
+
+    def gone(*given: Any, **named: Any) -> InputHashes:
+        weights.unlink()
+        return read_sources(*given, **named)
+
+    monkeypatch.setattr(launching, "read_sources", gone)
+    short = settings.run.model_copy(update={"num_steps": 1, "eval_prompts": 0})
+    code, run, _ = running.train(settings.model_copy(update={"run": short}), tmp_path)
+    assert code == 0
+    assert capsys.readouterr().err.count("warning: model.path: model.safetensors") == 1
+    monkeypatch.setattr(launching, "read_sources", read_sources)
+    weights.write_bytes(content)
+    with pytest.raises(ValueError, match=r"model\.safetensors has no hash"):
+        running.go_on(run, config=run.read_config(["run.num_steps=2"]))
+
+
 def test_a_run_without_its_checkpoints_is_refused_unless_it_is_at_the_beginning(model: Path, tmp_path: Path) -> None:
     """A record would be lost; a run that was killed before its first checkpoint begins again."""
     run = trained(reads_files(model, tmp_path), tmp_path)
@@ -507,6 +545,18 @@ def test_an_unchanged_fork_is_the_run_again_and_a_changed_one_shares_its_beginni
     assert here[3]["optim/learning_rate"] == pytest.approx(0.1)
     assert here[3]["reward/mean"] == there[3]["reward/mean"]  # sampled by the same weights
     assert other.read_config().optim.learning_rate == 0.1
+
+
+def test_a_fork_with_another_critic_drops_the_moments_of_the_old_one_and_says_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"num_steps": 1, "eval_prompts": 0, "save_every": 1}
+    small = {"num_prompts": 4, "num_epochs": 1, "minibatch_size": None}
+    run = trained(running.config("ppo", model, run=short, ppo=small), tmp_path)
+    capsys.readouterr()
+    other = forked(f"{run.path}@1", "critic.kind=shared", "run.num_steps=2", output_dir=tmp_path)
+    assert [line["step"] for line in running.metrics(other)] == [0, 1, 2]
+    assert re.search(r"optimizer state of \d+ parameters .*critic\|.*lora_A", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -149,14 +149,16 @@ class Scorer:
         out = {"reward/slowest_seconds": self._slowest} if self._slowest else {}
         if self._completions:
             out["completion/whitespace_duplicates"] = self._respaced / self._completions
-        for judge in self._judges():
+        for judge in self.judges().values():
             for name, spent in judge.take_usage().items():
                 out[f"judge/{name}"] = out.get(f"judge/{name}", 0) + spent
         self.forget()
         return out
 
-    def _judges(self) -> list[JudgeReward]:
-        return [function for function in self.functions if isinstance(function, JudgeReward)]
+    def judges(self) -> dict[str, JudgeReward]:
+        """Return the judges by their names among the rewards."""
+        named = zip(self.names, self.functions, strict=False)
+        return {name: function for name, function in named if isinstance(function, JudgeReward)}
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -174,10 +176,10 @@ class Scorer:
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
             warning = self.check_gold(prompts) if self.names else None
-            notes = [judge.check(self.task, judged) for judge in self._judges() if len(judged) > 1]
+            notes = [judge.check(self.task, judged) for judge in self.judges().values() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
-        for judge in self._judges():
+        for judge in self.judges().values():
             notes += judge.notes
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 

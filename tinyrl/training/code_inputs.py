@@ -75,7 +75,8 @@ def with_imports(
                 imported.setdefault(one.label(path), _source_file(file))
     modules = {(setting_of(name), file.module) for name, file in imported.items()}
     waiting = {name: file for name, file in carried.items() if (setting_of(name), file.module) not in modules}
-    return inputs.model_copy(update={"files": {**waiting, **inputs.files, **imported}})
+    unread = {name: why for name, why in inputs.unread.items() if name not in imported}
+    return inputs.model_copy(update={"files": {**waiting, **inputs.files, **imported}, "unread": unread})
 
 
 def carried_files(

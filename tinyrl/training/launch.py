@@ -97,8 +97,9 @@ def start(
         sources: Callable[[], InputHashes] = InputHashes
         if folder.writes:  # beside the training: large weights take seconds
             code = code_of(config)
+            inputs = named_inputs(config)
             pool = ThreadPoolExecutor(1)
-            read = pool.submit(read_sources, config, rows=method.row_fingerprints, known={})
+            read = pool.submit(read_sources, inputs, rows=method.row_fingerprints, known={})
             pool.shutdown(wait=False)
             sources = lambda: with_imports(read.result(), code, method.workers, carried={})  # noqa: E731
         run = Run(method, folder, config=config, sources=sources, until=until, on_step=on_step)
@@ -189,6 +190,8 @@ def resume(
         options, lost = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
         method = _load(config, options=options, undo=undo, also=since)
+        if kept is not None:
+            method.add_judge_requests(kept.judge_requests)
         if config.run.epochs is not None:  # which gives the number of steps now
             config = config.model_copy(update={"run": method.config.run})
             settings = check_changes(before, config, since=since, allowed=allow_config_change)
@@ -197,7 +200,7 @@ def resume(
         method.start_code()  # which says what it imports
         code = code_of(config)
         carried = carried_files(known.files, code, changed={change.setting for change in settings})
-        read = read_sources(config, rows=method.row_fingerprints, known=known.files)
+        read = read_sources(named_inputs(config), rows=method.row_fingerprints, known=known.files)
         sources = partial(with_imports, read, code, method.workers, carried=carried)
         inputs = _changed_inputs(method, known, sources)
         refuse("what the run reads has changed", inputs, since=since, allowed=allow_config_change)
@@ -473,18 +476,43 @@ class ChangedInput:
 OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
 
 
-def read_sources(config: Config, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> InputHashes:
-    """Hash a run's inputs; `known` files again only where size or time of change differ."""
+@dataclass(frozen=True)
+class NamedInputs:
+    """What the settings name, as it was found when the run was loaded. files: by "setting: file"; functions:
+    fingerprints of those that this process defined, by "setting: use".
+    """
+
+    files: dict[str, Path]
+    functions: dict[str, str]
+
+
+def named_inputs(config: Config) -> NamedInputs:
+    """List the inputs that a run's settings name."""
+    return NamedInputs(files=dict(_files(config)), functions=_fingerprints(config))
+
+
+def read_sources(inputs: NamedInputs, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> InputHashes:
+    """Hash a run's inputs; `known` files again only where size or time of change differ. A file that cannot be read any
+    more is among the `unread`.
+    """
     files: dict[str, SourceFile] = {}
-    for name, path in _files(config):
-        stat = path.stat()
-        before = known.get(name)
-        if before is None or (before.bytes, before.modified) != (stat.st_size, stat.st_mtime_ns):
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            before = SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
-        files[name] = before
-    return InputHashes(rows=rows, files=files, functions=_fingerprints(config), versions=versions())
+    unread: dict[str, str] = {}
+    for name, path in inputs.files.items():
+        try:
+            files[name] = _hashed(path, known=known.get(name))
+        except OSError as error:
+            unread[name] = f"it cannot be read any more ({error.strerror})"
+    return InputHashes(rows=rows, files=files, unread=unread, functions=inputs.functions, versions=versions())
+
+
+def _hashed(path: Path, *, known: SourceFile | None) -> SourceFile:
+    """Hash a file, or return what is `known` of it where size and time of change are the same. Raises OSError."""
+    stat = path.stat()
+    if known is not None and (known.bytes, known.modified) == (stat.st_size, stat.st_mtime_ns):
+        return known
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
 
 
 def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
@@ -502,6 +530,8 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
             changes.append(ChangedInput(name, "is not there any more"))
         elif there.sha256 != file.sha256:
             changes.append(ChangedInput(name, "has changed"))
+    for name in before.unread:
+        changes.append(ChangedInput(name, "has no hash, as it was gone when it was to be read: it may be another one"))
     return changes
 
 

@@ -85,6 +85,13 @@ class Method:
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
 
+    def judge_requests(self) -> dict[str, int]:
+        """Return the requests made so far of each judge, by its name among the rewards."""
+        return {}
+
+    def add_judge_requests(self, before: dict[str, int]) -> None:
+        """Count those that earlier processes of the run have made of its judges."""
+
     def forget(self) -> None:
         """Discard what was computed from rows or frozen models, which are others now."""
 

@@ -118,6 +118,13 @@ class OnPolicy(Method):
         if self.world.is_main:  # which calls the rewards
             self.collector.scorer.start()
 
+    def judge_requests(self) -> dict[str, int]:
+        return {name: judge.asked for name, judge in self.collector.scorer.judges().items()}
+
+    def add_judge_requests(self, before: dict[str, int]) -> None:
+        for name, judge in self.collector.scorer.judges().items():
+            judge.asked += before.get(name, 0)
+
     def close(self) -> None:
         self.collector.close()
 

@@ -65,12 +65,14 @@ class SourceFile(BaseModel):
 
 
 class InputHashes(BaseModel):
-    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"; functions:
-    fingerprints of those that a notebook or script defined, by "setting: use".
+    """Hashes of a run's inputs. rows: hashes of "training" and "held-out"; files: by "setting: file"; unread: why those
+    have no hash that went after they were loaded; functions: fingerprints of those that a notebook or script defined,
+    by "setting: use".
     """
 
     rows: dict[str, str] = {}
     files: dict[str, SourceFile] = {}
+    unread: dict[str, str] = {}
     functions: dict[str, str] = {}
     versions: dict[str, str] = {}
 
@@ -119,6 +121,7 @@ class CheckpointState(BaseModel):
     config: dict[str, Any]
     records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
     python_random: list[Any]
+    judge_requests: dict[str, NonNegativeInt] = {}  # that the run has made, by the judge's name among the rewards
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointState:
@@ -219,6 +222,7 @@ class Run:
         self.watch = Watch(folder.metrics, self.config.written())
         trackers = self.config.run.trackers if self.world.is_main else []
         self.trackers = Trackers(trackers, folder.path, config=self.config.written(), note=self.display.note)
+        self._unread = dict[str, str]()  # inputs that have no hash, as a note has said
         self.saved = True  # whether the last save succeeded
         self._saved_step = self._resumed_step = -1
         self.optimizers = role_optimizers(self.config.optim, self.policy.parameters)
@@ -491,13 +495,23 @@ class Run:
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
-            sources=self.sources(),
+            sources=self._hashed_sources(),
             config=self.config.written(),
             records=records,
             python_random=python_rng(),
+            judge_requests=self.method.judge_requests(),
         )
         state.write(folder)
         self.folder.lock.check()
+
+    def _hashed_sources(self) -> InputHashes:
+        """Return the hashes of what the run reads; note once which files have none."""
+        sources = self.sources()
+        for name, why in sources.unread.items():
+            if name not in self._unread:
+                self.display.note(f"warning: {name}: {why}, so a resume cannot tell whether it is the same file")
+        self._unread = sources.unread
+        return sources
 
     def _state_now(self) -> RunState:
         """Copy the state, with that of metrics and updater."""
@@ -518,14 +532,20 @@ class Run:
         return self.folder.cut(start.records)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`; returns a line for each damaged record."""
+        """Go on from a verified checkpoint, whose state.json is `kept`; returns lines on damaged records and on
+        optimizer state that is dropped.
+        """
         self.method.load(folder)
         before = kept.config
+        notes = list[str]()
         if before["optim"]["optimizer"] == self.config.optim.optimizer:  # another one has no such moments
-            load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
+            dropped = load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
+            if dropped:
+                what = f"warning: the optimizer state of {len(dropped)} parameters that are not trained now is dropped"
+                notes.append(f"{what} (the first: {dropped[0]})")
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
             self._restore_budget(kept)
-        notes = self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
+        notes += self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step
         return notes

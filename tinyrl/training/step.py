@@ -272,20 +272,27 @@ def optimizer_tensors(optimizers: dict[str, RoleOptimizer]) -> dict[str, Tensor]
     return found
 
 
-def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> None:
-    """Restore `optimizer_tensors`."""
+def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Tensor]) -> list[str]:
+    """Restore `optimizer_tensors`. Return the parameters, as `<role>|<parameter>`, whose state is dropped because they
+    are not trained here, as those of another critic; ones without state begin with none.
+    """
+    dropped: dict[str, None] = {}
     for one in optimizers.values():
         one.optimizer.state.clear()
     for place, value in tensors.items():
-        role, _, rest = place.partition("|")
-        name, _, key = rest.rpartition("|")
+        owner, _, key = place.rpartition("|")
+        role, _, name = owner.partition("|")
+        parameter = optimizers[role].parameters.get(name) if role in optimizers else None
+        if parameter is None:
+            dropped[owner] = None
+            continue
         optimizer = optimizers[role].optimizer
-        parameter = optimizers[role].parameters[name]
         if key == "step":
             kept = value.clone() if isinstance(optimizer, torch.optim.AdamW) else int(value)
         else:
             kept = value.to(parameter.device, copy=True)
         optimizer.state.setdefault(parameter, {})[key] = kept
+    return list(dropped)
 
 
 def schedule_notes(config: Config) -> list[str]:
