@@ -75,6 +75,7 @@ def test_a_batch_without_finite_numbers_changes_nothing_and_the_run_goes_on(
     for number, step in enumerate(bad, 1):
         kept = json.loads((run.path / "nonfinite" / f"step-{step - 1:06d}-{number}.json").read_text())
         assert PROMPTS * 2 - 1 in [sample["row"] for sample in kept["samples"]]
+        assert all(len(sample["advantage"]) == len(sample["response"]) for sample in kept["samples"])
 
 
 def test_weights_that_a_step_makes_infinite_are_never_saved(

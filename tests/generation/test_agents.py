@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection
 from itertools import groupby
@@ -25,6 +26,7 @@ from tests import running
 from tests.generation.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
+from tests.training.experiences import experience_of
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
 from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation import agent_episode
@@ -34,16 +36,16 @@ from tinyrl.generation.engine import SamplingParams, Sequence
 from tinyrl.generation.live_answer import Choice, LiveAnswer
 from tinyrl.generation.sample import (
     FinishReason,
+    Logprobs,
     Sample,
     apply_length_rules,
     conversations,
     environment_metrics,
-    fill,
     kl_per_response,
     length_metrics,
     loss_mask,
     num_episodes,
-    padded,
+    sampled_logprobs,
     token_rewards_of,
 )
 from tinyrl.generation.scheduler import LiveScheduler
@@ -649,8 +651,8 @@ def two_episodes(*, cut_by: FinishReason = "length", **reward: Any) -> list[Samp
     played = [Episode(turn_ends=[0], turn_rewards=[0.0]), Episode(turn_ends=[0] * 4, turn_rewards=[0.0] * 4)]
     ended = sample([1], [5, 6], score=1.0, played=played[0])
     cut_off = sample([2], [7], score=0.5, finish=cut_by, played=played[1], further=further)
-    apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
-    return conversations([ended, cut_off], mask_truncated=reward.get("truncated") == "mask")
+    ruled = apply_length_rules([ended, cut_off], RewardConfig(**reward), max_new_tokens=6)
+    return conversations(ruled, mask_truncated=reward.get("truncated") == "mask")
 
 
 def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None:
@@ -671,13 +673,14 @@ def test_an_episode_counts_once_and_its_conversations_share_its_reward() -> None
     assert metrics["environment/observation_tokens"] == 0.5
     lengths = {"completion/mean_length": 3.5, "completion/truncated": 0.5, "completion/tokens": 7.0}
     assert length_metrics(samples) == lengths  # 2 and 1 + 2 + 2
-    fill(samples, "ref", padded(samples, "logprobs") - loss_mask(samples, "all").float())
-    assert kl_per_response(samples) == (3.5, 2)  # a nat a token
-    counts = Counts.of(samples)
+    sampled = sampled_logprobs(samples)
+    logprobs = Logprobs(sampled, reference=sampled - loss_mask(samples, "all").float())
+    assert kl_per_response(samples, logprobs) == (3.5, 2)  # a nat a token
+    counts = Counts.of(experience_of(samples))
     assert (counts.sequences, counts.episodes) == (4, 2)
-    masked = Counts.of(two_episodes(truncated="mask")[:2])
+    masked = Counts.of(experience_of(two_episodes(truncated="mask")[:2]))
     assert (masked.sequences, masked.episodes) == (1, 1)
-    assert adapted_kl_coef(samples, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
+    assert adapted_kl_coef(samples, logprobs, 1.0, kl_coef=1.0) == 1 + 0.2 * 2 / 10_000
 
 
 @pytest.mark.parametrize(("cut_by", "out_of_turns", "truncated"), [("turns", 0.5, 0.0), ("length", 0.0, 0.5)])
@@ -692,7 +695,7 @@ def test_an_episode_out_of_turns_is_not_truncated(cut_by: FinishReason, out_of_t
 
 def test_a_further_conversation_counts_its_episode_among_those_out_of_turns() -> None:
     samples = two_episodes(cut_by="eos")
-    samples[3].finish = "turns"
+    samples[3] = replace(samples[3], finish="turns")
     assert environment_metrics(samples)["environment/out_of_turns"] == 0.5
 
 

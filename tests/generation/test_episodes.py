@@ -25,7 +25,7 @@ from tinyrl.environments.tool_calls import ToolCall, calls_of
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
-from tinyrl.generation.sample import FinishReason, Sample
+from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.generation.turns import Episodes
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
@@ -58,7 +58,7 @@ class Scripted:
 
     def restart(self) -> None:
         self.restarts += 1
-        self.samples = defaultdict[int, Sample](lambda: Sample.opened([], row=0))
+        self.samples = defaultdict[int, SampleBuilder](lambda: SampleBuilder([], row=0))
         self.random = random.Random(0)
         self.turns, self.reasons = defaultdict[int, list[list[int]]](list), defaultdict[int, list[FinishReason]](list)
         self.ready: list[tuple[int, list[int] | None]] = []
@@ -87,7 +87,7 @@ class Scripted:
         return came
 
     def completions(self, group: int) -> list[list[Sample]]:
-        flat = [replace(self.samples[i], finish=self.reasons[i][-1]) for i in range(len(self.samples))]
+        flat = [self.samples[i].sample(finish=self.reasons[i][-1]) for i in range(len(self.samples))]
         return [flat[i : i + group] for i in range(0, len(flat), group)]
 
 

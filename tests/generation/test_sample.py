@@ -10,6 +10,7 @@ import torch
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tests.training.experiences import experience_of
 from tinyrl.config.sections import RewardConfig
 from tinyrl.generation.sample import (
     STOPPED_IN_THOUGHT,
@@ -36,15 +37,16 @@ def collector(tmp_path_factory: pytest.TempPathFactory):
 
 def collect(collector: Collector, **reward: Any) -> list[Sample]:
     samples = collector.collect(collector.train_prompts[:3], group_size=2, step=0)
-    apply_length_rules(samples, RewardConfig(**reward), max_new_tokens=10)
-    return samples
+    return apply_length_rules(samples, RewardConfig(**reward), max_new_tokens=10)
 
 
 def test_a_sample_is_written_whole(collector: Collector) -> None:
     """As that of a step without a finite gradient is."""
     sample = collect(collector)[0]
-    back = json.loads(json.dumps(sample.plain()))
+    advantage = torch.tensor([0.5])
+    [back] = json.loads(json.dumps(experience_of([sample], advantage=advantage).plain()))
     assert (back["response"], back["reward"], back["ref"]) == (sample.response, sample.reward, None)
+    assert back["advantage"] == [0.5] * len(sample.response)
 
 
 def test_mask_and_lengths_agree_when_pad_is_eos(collector: Collector) -> None:
@@ -84,8 +86,8 @@ def test_truncated_responses_can_be_masked_or_penalised(collector: Collector) ->
 def test_soft_overlong_penalty(collector: Collector) -> None:
     """DAPO Eq. 13 with 10 tokens at most and a buffer of 4: nothing up to 6, then down by a quarter a token to -1."""
     samples = [Sample([1], [5] * n, [True] * n, [0.0] * n, 0, score=0.0) for n in (3, 6, 7, 9, 10)]
-    apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
-    assert [sample.reward for sample in samples] == [0.0, 0.0, -0.25, -0.75, -1.0]
+    ruled = apply_length_rules(samples, RewardConfig(overlong_tokens=4), max_new_tokens=10)
+    assert [sample.reward for sample in ruled] == [0.0, 0.0, -0.25, -0.75, -1.0]
 
 
 def test_a_prompt_twice_in_a_step_gets_other_samples(collector: Collector) -> None:
@@ -174,7 +176,6 @@ def test_a_further_conversation_that_was_cut_off_is_left_out(*, mask_truncated: 
     def said(finish: FinishReason) -> Sample:
         return Sample([1], [5], [True], [-1.0], row=0, finish=finish, reward=1.0)
 
-    first = said("eos")
-    first.further = [said("length"), said("stop")]
+    first = replace(said("eos"), further=[said("length"), said("stop")])
     found = conversations([first], mask_truncated=mask_truncated)
     assert [one.in_loss for one in found] == in_loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from tests import running
 from tests.faults.lookup_runs import lookup
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
+from tests.training.experiences import experience_of
 from tests.training.rows import loaded, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
-from tinyrl.generation.sample import Sample, fill, loss_mask, padded
+from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
+from tinyrl.training.distill import without_untaught
+from tinyrl.training.experience import Experience, TeacherOutputs
+from tinyrl.training.grpo import loss_options
 from tinyrl.training.launch import named_inputs, read_sources
 from tinyrl.training.policy_loss import Counts
 
@@ -39,17 +44,33 @@ def config(model: Path, who: object, **sections: Any) -> Config:
     return running.config("distill", model, **{**SMALL, **sections}, teacher=own)
 
 
-def given(trainer: Any) -> list[Sample]:
-    samples = [trainer.given(prompt) for prompt in trainer.collector.train_prompts[:5]]
-    trainer.teacher.score(samples)
-    return samples
+def taught(trainer: Any, samples: list[Sample]) -> Experience:
+    """Samples that the teacher has scored; in distillation it leaves those out that the hint has nothing for."""
+    prompts = trainer.teacher.prompts(samples)
+    if trainer.config.method == "distill":
+        samples = without_untaught(samples, prompts)
+    return experience_of(samples, teacher=trainer.teacher.score(samples, prompts))
 
 
-def distance(trainer: Any, minibatch: list[Sample], rows: list[Sample] | None = None) -> Any:
-    """(loss, metrics) of a micro-batch of some rows of a minibatch (None: all)."""
-    rows = minibatch if rows is None else rows
-    batch = trainer.policy.batch_of(rows)
-    return trainer.teacher.distance(batch, trainer.policy.policy_states(batch), Counts.of(minibatch))
+def outputs_of(experience: Experience) -> TeacherOutputs:
+    assert experience.teacher is not None
+    return experience.teacher
+
+
+def token_logprobs(experience: Experience) -> torch.Tensor:
+    """The teacher's log-probabilities (M,) of the tokens in the loss."""
+    return outputs_of(experience).logprobs[experience.inputs.mask]
+
+
+def given(trainer: Any) -> Experience:
+    return taught(trainer, [trainer.given(prompt) for prompt in trainer.collector.train_prompts[:5]])
+
+
+def distance(trainer: Any, minibatch: Experience) -> Any:
+    """(loss, metrics) of a minibatch."""
+    batch = trainer.policy.batch_of(minibatch.samples)
+    states = trainer.policy.policy_states(batch)
+    return trainer.teacher.distance(batch, states, outputs_of(minibatch), Counts.of(minibatch))
 
 
 def plain_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
@@ -66,13 +87,14 @@ def test_a_teacher_model_gives_the_numbers_of_its_plain_pass(model: Path, other:
     trainer = loaded(config(model, other))
     read = read_sources(named_inputs(trainer.config), rows={}, known={})
     assert "teacher.path: model.safetensors" in read.files  # a resume with another teacher is refused
-    samples = given(trainer)
+    experience = given(trainer)
+    samples = experience.samples
     expected, targets = plain_logprobs(other, samples), torch.cat([torch.tensor(s.response) for s in samples])
-    found = padded(samples, "teacher")[loss_mask(samples)]
+    found = token_logprobs(experience)
     torch.testing.assert_close(found, expected.gather(1, targets.unsqueeze(1)).squeeze(1), atol=1e-5, rtol=1e-5)
 
     rows = [3, 0, 4]
-    loss, _ = distance(trainer, [samples[row] for row in rows])
+    loss, _ = distance(trainer, experience.rows(rows))
     student, counts = plain_logprobs(model, samples), [len(sample.response) for sample in samples]
     each = jensen_shannon(student, expected, beta=1.0).split(counts)
     mean = torch.cat([each[row] for row in rows]).mean()
@@ -80,15 +102,15 @@ def test_a_teacher_model_gives_the_numbers_of_its_plain_pass(model: Path, other:
 
 
 def test_a_server_gives_the_numbers_of_a_local_model(model: Path, other: Path) -> None:
-    live = given(loaded(config(model, other, teacher={"top_k": 5})))
+    live = outputs_of(given(loaded(config(model, other, teacher={"top_k": 5}))))
     with StandIn(other) as serving:
-        served = given(loaded(config(model, serving.url, teacher={"top_k": 5})))
-    for here, there in zip(live, served, strict=True):
-        assert isinstance(here.teaching, TeacherTopK)
-        assert isinstance(there.teaching, TeacherTopK)
-        torch.testing.assert_close(there.teaching.logprobs, here.teaching.logprobs, atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(there.teacher, here.teacher, atol=1e-5, rtol=1e-5)
-        assert torch.equal(there.teaching.ids, here.teaching.ids)
+        served = outputs_of(given(loaded(config(model, serving.url, teacher={"top_k": 5}))))
+    torch.testing.assert_close(served.logprobs, live.logprobs, atol=1e-5, rtol=1e-5)
+    for here, there in zip(live.distributions, served.distributions, strict=True):
+        assert isinstance(here, TeacherTopK)
+        assert isinstance(there, TeacherTopK)
+        torch.testing.assert_close(there.logprobs, here.logprobs, atol=1e-5, rtol=1e-5)
+        assert torch.equal(there.ids, here.ids)
 
 
 def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
@@ -96,19 +118,19 @@ def test_observed_tokens_are_not_learnt(tmp_path: Path) -> None:
     own = {"path": str(lookup("grpo").model.path)}
     trainer = loaded(lookup("distill", environment={"max_turns": 3}, teacher=own))
     samples = trainer.collector.collect(trainer.collector.train_prompts[:4], group_size=2, step=0)
-    trainer.teacher.score(samples)
+    experience = taught(trainer, samples)
+    outputs = outputs_of(experience)
     assert sum(len(sample.response) - sample.num_actions for sample in samples) > 5
-    for sample in samples:
-        assert isinstance(sample.teaching, TeacherStates)
-        assert len(sample.teaching.states) == sample.num_actions
-        assert sample.teacher is not None
-        assert (sample.teacher[~torch.tensor(sample.mask)] == 0).all()
-    loss, _ = distance(trainer, [samples[row] for row in (0, 3, 5)])
+    for sample, distributions in zip(samples, outputs.distributions, strict=True):
+        assert isinstance(distributions, TeacherStates)
+        assert len(distributions.states) == sample.num_actions
+    assert not outputs.logprobs[~experience.inputs.mask].any()
+    loss, _ = distance(trainer, experience.rows([0, 3, 5]))
     assert float(loss.detach()) == pytest.approx(0.0, abs=1e-6)  # the teacher is the base, and the adapter is fresh
     trainer.close()
 
 
-def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> list[Sample]:
+def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Experience:
     """One group that the teacher has scored: responses to the first prompt, the task's own answer where right."""
     prompt = trainer.collector.train_prompts[0]
     answer = trainer.policy.tokenizer.encode(str(trainer.collector.task.gold(prompt.row)))
@@ -116,18 +138,14 @@ def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> list[Sampl
     scores = fields.get("scores", rewards)
     samples = []
     for one, reward, score in zip(right, rewards, scores, strict=True):
-        sample = Sample.opened(prompt.tokens, row=prompt.index)
-        sample.chose(answer if one else answer[::-1], [0.0] * len(answer))
-        sample.finish = "eos"
-        sample.reward = reward
-        sample.scores = [score]
-        samples.append(sample)
-    trainer.teacher.score(samples)
-    return samples
+        builder = SampleBuilder(prompt.tokens, row=prompt.index)
+        builder.chose(answer if one else answer[::-1], [0.0] * len(answer))
+        samples.append(replace(builder.sample(finish="eos"), reward=reward, scores=[score]))
+    return taught(trainer, samples)
 
 
 def in_loss(trainer: Any, right: list[bool], **fields: list[float]) -> list[bool]:
-    return [sample.in_loss for sample in hinted(trainer, right, **fields)]
+    return [sample.in_loss for sample in hinted(trainer, right, **fields).samples]
 
 
 ONE_RIGHT: dict[str, Any] = {"path": "self", "hint": "One said {correct}"}
@@ -136,11 +154,11 @@ ONE_RIGHT: dict[str, Any] = {"path": "self", "hint": "One said {correct}"}
 def test_correct_answers_of_the_group_are_a_hint(model: Path) -> None:
     """Rows of groups without another right answer have nothing to learn from, and do not count."""
     trainer = loaded(config(model, "self", teacher=ONE_RIGHT))
-    samples = hinted(trainer, [True, False, False])
+    samples = hinted(trainer, [True, False, False]).samples
     assert [sample.in_loss for sample in samples] == [False, True, True]
     assert in_loss(trainer, [True, True, False]) == [True, True, True]
     assert in_loss(trainer, [False, False]) == [False, False]
-    read = trainer.teacher.hint.prompts(samples, trainer)
+    read = trainer.teacher.prompts(samples)
     right = trainer.policy.tokenizer.decode(samples[0].response, skip_special_tokens=True)
     assert str(trainer.policy.tokenizer.decode(read[1] or [])).endswith(f"One said {right}")
 
@@ -150,19 +168,24 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     the teacher was shown something for.
     """
     trainer: Any = loaded(running.config("grpo", model, teacher={**ONE_RIGHT, "kl_coef": 1e-9}))
-    samples = hinted(trainer, [True, False, False, False])
+    experience = hinted(trainer, [True, False, False, False])
+    samples = experience.samples
     assert [sample.in_loss for sample in samples] == [True] * 4
-    samples[0].teaching = samples[1].teaching  # of a row that the teacher was shown nothing for
-    fill(samples, "advantage", torch.tensor([1.5, -0.5, -0.5, -0.5]))
+    outputs = outputs_of(experience)
+    second = outputs.distributions[1]  # in place of those of a row that the teacher was shown nothing for
+    outputs = replace(outputs, distributions=[second, second, *outputs.distributions[2:]])
+    minibatch = experience_of(samples, advantage=torch.tensor([1.5, -0.5, -0.5, -0.5]), teacher=outputs)
+    how: dict[str, Any] = {"minibatch": minibatch, "counts": Counts.of(minibatch), "measure_gap": True}
+    how["options"] = loss_options(trainer.config.grpo, max_new_tokens=6, inexact=False)
     gradients, metrics = [], dict[str, Any]()
     for coef in (0.0, 1e-9):
         trainer.config.teacher.kl_coef = coef
         batch = trainer.policy.batch_of(samples)
-        loss, metrics = trainer.loss(batch, counts=Counts.of(samples), kl_coef=0.0, inexact=False, measure_gap=True)
+        loss, metrics = trainer.policy_terms(batch, **how)
         gradients.append(torch.autograd.grad(loss, list(trainer.policy.parameters["policy"].values())))
     for theirs, ours in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
-    few = distance(trainer, samples[1:])[1]["teacher/loss"]
+    few = distance(trainer, experience.rows([1, 2, 3]))[1]["teacher/loss"]
     assert float(few) > 0.01
     assert float(metrics["teacher/loss"]) == pytest.approx(float(few), rel=1e-4)
 
@@ -197,13 +220,14 @@ def test_a_hint_that_nothing_can_fill_in_is_refused(
 def test_the_policy_as_its_own_teacher_stays_as_it_was(model: Path) -> None:
     """With every weight trained: no gradient goes through the teacher, and no optimizer step moves it."""
     trainer = loaded(config(model, "self", teacher={"hint": "It is {answer}"}, lora={"enabled": False}))
-    samples = given(trainer)
+    experience = given(trainer)
+    samples = experience.samples
     head = trainer.policy.head("policy").weight
-    read = [sample.teaching.states for sample in samples if isinstance(sample.teaching, TeacherStates)]
+    read = [each.states for each in outputs_of(experience).distributions if isinstance(each, TeacherStates)]
     expected = (torch.cat(read) @ head.detach().T).log_softmax(-1)
     with torch.no_grad():
         head.mul_(1.5)
-    loss, _ = distance(trainer, samples)
+    loss, _ = distance(trainer, experience)
     (gradient,) = torch.autograd.grad(loss, head)
     states = trainer.policy.policy_states(trainer.policy.batch_of(samples))
     plain = jensen_shannon((states @ head.T).log_softmax(-1), expected, beta=1.0).mean()
@@ -223,11 +247,11 @@ def test_rows_of_padding_that_only_the_policy_has_are_left_out(model: Path, othe
     trainer = loaded(config(tmp_path, other))
     samples = [trainer.given(prompt) for prompt in trainer.collector.train_prompts[:2]]
     samples[0].response[1] = rows + 4
-    trainer.teacher.score(samples)
-    assert torch.isfinite(distance(trainer, samples)[0])
+    experience = taught(trainer, samples)
+    assert torch.isfinite(distance(trainer, experience)[0])
     mine, theirs = (plain_logprobs(path, samples[1:]) for path in (tmp_path, other))
     expected = jensen_shannon(mine[:, :rows].log_softmax(-1), theirs, beta=1.0).mean()
-    torch.testing.assert_close(distance(trainer, samples[1:])[0].detach(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(distance(trainer, experience.rows([1]))[0].detach(), expected, atol=1e-5, rtol=1e-5)
     resized.resize_token_embeddings(200)
     resized.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="200 rows"):
@@ -245,7 +269,7 @@ def test_a_text_of_a_reward_is_a_hint(model: Path, tmp_path: Path) -> None:
     trainer = loaded(config(model, "self", teacher={"hint": "It has {why}"}, reward=reward))
     samples = trainer.collector.collect(trainer.collector.train_prompts[:2], group_size=2, step=0)
     trainer.close()
-    read = trainer.teacher.hint.prompts(samples, trainer)
+    read = trainer.teacher.prompts(samples)
     assert [tokens is not None for tokens in read] == [False, True, False, True]
     assert samples[3].comment
     assert str(trainer.policy.tokenizer.decode(read[3] or [])).endswith(f"It has {samples[3].comment}")
@@ -264,17 +288,16 @@ def test_kl_is_of_every_sampled_token_with_or_without_a_reward(model: Path, othe
     trainer = loaded(config(model, other))
     prompts = trainer.collector.train_prompts[:3]
     unrewarded, rewarded = trainer.collector.collect(prompts[:2], group_size=1, step=0)
-    unrewarded.reward = float("nan")
-    given_answer = trainer.given(prompts[2])
-    samples = [unrewarded, rewarded, given_answer]
-    found = trainer.teacher.score(samples)
-    gaps = [
-        ours - theirs
-        for sample in (unrewarded, rewarded)
-        for ours, theirs in zip(sample.logprobs, sample.teacher.tolist(), strict=True)
-    ]
+    unrewarded = replace(unrewarded, reward=float("nan"))
+    samples = [unrewarded, rewarded, trainer.given(prompts[2])]
+    experience = taught(trainer, samples)
+    found = trainer.teacher.metrics(samples, outputs_of(experience))
+    gaps = list[float]()
+    for sample, theirs in zip(samples[:2], outputs_of(experience).logprobs.tolist(), strict=False):
+        gaps += [one - other for one, other in zip(sample.logprobs, theirs, strict=False)]
     assert found["teacher/kl"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-4)
-    assert trainer.teacher.score([given_answer]).keys() == {"teacher/logprob"}
+    of_answer = experience.rows([2])
+    assert trainer.teacher.metrics(of_answer.samples, outputs_of(of_answer)).keys() == {"teacher/logprob"}
 
 
 def test_a_given_answer_has_no_advantage_in_the_records(model: Path, other: Path, tmp_path: Path) -> None:
@@ -327,10 +350,11 @@ def test_a_server_with_too_few_positions_is_refused(model: Path, other: Path) ->
 def test_a_teacher_whose_head_is_not_known_is_refused(model: Path, tiny: TinyModels) -> None:
     """HyperCLOVAX multiplies its logits by the number that Granite divides them by."""
     trainer = loaded(config(model, granite := tiny("granite")))
-    samples = given(trainer)
+    experience = given(trainer)
+    samples = experience.samples
     targets = torch.cat([torch.tensor(sample.response) for sample in samples])
     expected = plain_logprobs(granite, samples).gather(1, targets.unsqueeze(1)).squeeze(1)
-    torch.testing.assert_close(padded(samples, "teacher")[loss_mask(samples)], expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(token_logprobs(experience), expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="HyperCLOVAXForCausalLM changes its logits"):
         loaded(config(model, tiny("hyperclovax")))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +11,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tests import running
 from tests.models.building import stir
 from tests.tiny_models import TinyModels, sharp_model
+from tests.training.experiences import experience_of
 from tests.training.rows import loaded, trained, write_rows
-from tinyrl.generation.sample import Sample, fill, kl, loss_mask, padded
+from tinyrl.generation.sample import Logprobs, Sample, sampled_logprobs
 from tinyrl.models.micro_batches import SequenceLengths
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.training.experience import Experience
+from tinyrl.training.grpo import loss_options
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import Ppo
@@ -100,7 +105,7 @@ STILL: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def still(name: str, dtype: str, base: Path, folder: Path) -> tuple[RunDir, list[Sample]]:
+def still(name: str, dtype: str, base: Path, folder: Path) -> tuple[RunDir, Experience]:
     """A step whose rewards are all 0, and its samples; the first critic knows nothing and says 0."""
     (folder / "wrong.py").write_text("def score(prompts, **columns):\n    return [0.0] * len(prompts)\n")
     method, of_preset = STILL[name]
@@ -114,16 +119,18 @@ def still(name: str, dtype: str, base: Path, folder: Path) -> tuple[RunDir, list
         run={"num_steps": 1, "save_every": 1, "eval_prompts": 0, "eval_every": 0, "micro_batch_tokens": 128},
         **{method: {"num_prompts": 8, "group_size": 4, "minibatch_size": 8, **of_preset}},
     )
-    seen: list[list[Sample]] = []
+    seen: list[Experience] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OnPolicy, "record", lambda self, run, samples, *args, **named: seen.append(samples))
+        patch.setattr(OnPolicy, "record", lambda self, run, step, experience, *args, **named: seen.append(experience))
         run = trained(settings, folder)
     return run, seen[0]
 
 
-def assert_nothing_moved(run: RunDir, samples: list[Sample]) -> None:
+def assert_nothing_moved(run: RunDir, experience: Experience) -> None:
     line = running.metrics(run)[-1]
-    assert not kl(samples, loss_mask(samples)).any() or line["policy/kl_loss"] == 0.0
+    inputs = experience.inputs
+    kl = Logprobs(inputs.sampled, reference=inputs.reference, old=inputs.old).kl(inputs.mask)
+    assert not kl.any() or line["objective/kl"] == 0.0 or line["policy/kl_loss"] == 0.0
     assert line["optim/flat_steps"] == 1
     assert line["optim/grad_norm"] == line.get("value/grad_norm", 0.0) == 0.0
     start, end = (running.weights(run, step) for step in (0, 1))
@@ -187,22 +194,27 @@ def passes_of(trainer: Any) -> list[Pass]:
         rows = [*range(8)]
         return [trainer.make_pass([example for row in rows for example in trainer.train_rows[row]], rows, run)[0]]
     samples = trainer.collector.collect(trainer.collector.train_prompts[:4], group_size=2, step=0)
-    fill(samples, "advantage", torch.linspace(-1.0, 1.0, len(samples)))
-    sampled = padded(samples, "logprobs")
-    fill(samples, "ref", sampled - 0.2)
-    samples[3].in_loss = False
+    samples[3] = replace(samples[3], in_loss=False)
+    return passes_over(trainer, samples, torch.linspace(-1.0, 1.0, len(samples)))
+
+
+def passes_over(trainer: Any, samples: list[Sample], advantage: Tensor) -> list[Pass]:
+    sampled = sampled_logprobs(samples)
+    columns: dict[str, Any] = {"advantage": advantage, "reference": sampled - 0.2}
     if trainer.teacher is not None:
-        trainer.teacher.score(samples)
+        columns["teacher"] = trainer.teacher.score(samples, trainer.teacher.prompts(samples))
     if isinstance(trainer, Ppo):
-        fill(samples, "old", sampled - 0.1)
-        trainer.predict_values(samples)
-        fill(samples, "returns", padded(samples, "values") + 0.5)
-    if isinstance(trainer, Ppo):
+        values = trainer.predict_values(samples)
+        columns |= {"old": sampled - 0.1, "values": values, "returns": values + 0.5}
         state: Any = SimpleNamespace(state=RunState(), update=0)
-        return trainer.passes(state, samples, kl_coef=0.1, warming_up=False)
-    more = {} if trainer.config.method == "distill" else {"kl_coef": 0.1, "inexact": False, "measure_gap": True}
-    own: Any = trainer
-    return [Pass("policy", samples, partial(own.loss, counts=Counts.of(samples), **more))]
+        return trainer.passes(state, experience_of(samples, **columns), kl_coef=0.1, warming_up=False)
+    minibatch = experience_of(samples, **columns)
+    of_minibatch: dict[str, Any] = {"minibatch": minibatch, "counts": Counts.of(minibatch)}
+    if trainer.config.method == "distill":
+        return [Pass("policy", samples, partial(trainer.loss, **of_minibatch))]
+    options = loss_options(trainer.config.grpo, max_new_tokens=6, inexact=False)
+    loss = partial(trainer.policy_terms, **of_minibatch, options=options, measure_gap=True)
+    return [Pass("policy", samples, loss)]
 
 
 @pytest.mark.parametrize(("kind", "reaches"), [("shared", True), ("shared-detached", False)])
@@ -212,9 +224,8 @@ def test_the_values_gradient_reaches_the_backbone_that_it_shares(tiny: TinyModel
     policy = trainer.policy
     with torch.no_grad():
         policy.value_head.weight.fill_(0.1)
-    [joint] = passes_of(trainer)
-    samples: Any = joint.items
-    fill(samples, "advantage", torch.zeros(len(samples)))
+    samples = trainer.collector.collect(trainer.collector.train_prompts[:4], group_size=2, step=0)
+    [joint] = passes_over(trainer, samples, torch.zeros(len(samples)))
     with policy.acting("policy"):
         loss, _ = joint.loss(policy.batch_of(samples))
         loss.backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ import torch
 from torch import Tensor
 
 from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.training.experience import LossInputs
+from tinyrl.training.grpo import loss_options
 from tinyrl.training.policy_loss import Counts, policy_loss
 
 V = 4
@@ -22,12 +23,11 @@ OTHER = torch.tensor([0.9, 0.1, -0.6, 0.3], dtype=torch.float64)  # a policy tha
 def kl_term(logprobs: Tensor, *, old: Tensor, ref: Tensor, estimator: str, unbiased: bool) -> Tensor:
     """Return the loss of one sequence (T,) without an advantage: its KL term, summed over tokens."""
     mask = torch.ones(1, len(logprobs), dtype=torch.bool)
-    fields = {"old": old[None], "ref": ref[None], "logprobs": old[None], "advantage": torch.zeros(1)}
-    batch: Any = SimpleNamespace(mask=mask, items=[SimpleNamespace(old=old)], padded=fields.__getitem__)
+    inputs = LossInputs(mask, old[None], torch.zeros(mask.shape), old=old[None], reference=ref[None])
     section = GrpoConfig.model_validate({"kl_coef": 1.0, "kl_estimator": estimator, "kl_unbiased": unbiased})
+    options = loss_options(section, max_new_tokens=len(logprobs), inexact=False)
     counts = Counts(tokens=1, sequences=1, rows=1, taught=0, episodes=1)
-    how: Any = {"kl_coef": 1.0, "max_new_tokens": len(logprobs), "inexact": False}
-    return policy_loss(logprobs[None], torch.zeros_like(mask, dtype=torch.float32), batch, counts, section, **how)[0]
+    return policy_loss(logprobs[None], torch.zeros(mask.shape), inputs, counts, options)[0]
 
 
 def expected_gradient(sampling: Tensor, *, estimator: str, unbiased: bool) -> Tensor:

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,15 @@ import torch
 from safetensors.torch import load_file
 
 from tests import running
-from tests.training.rows import trained
+from tests.training.experiences import experience_of
+from tests.training.rows import loaded, trained
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.generation.engines import FusedEngine
-from tinyrl.generation.sample import Sample, kl_per_response
-from tinyrl.models.batch import batch_of
+from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.grpo import Grpo, group_relative, without_spread
+from tinyrl.training.experience import Experience, LossInputs
+from tinyrl.training.grpo import Grpo, group_relative, loss_options, without_spread
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
@@ -35,29 +35,22 @@ from tinyrl.training.run import Run, RunState
 LENGTHS = 8
 
 
-def batch_with(mask: torch.Tensor, **fields: torch.Tensor) -> Any:
-    """A batch whose samples have these fields (b, T); `old` stays None where it is not given."""
-    return SimpleNamespace(mask=mask, items=[SimpleNamespace(old=fields.get("old"))], padded=fields.__getitem__)
-
-
 def counted(tokens: int, sequences: int, rows: int) -> Counts:
     return Counts(tokens=tokens, sequences=sequences, rows=rows, taught=0, episodes=sequences)
 
 
 def loss_of(
     logprobs: torch.Tensor,
-    batch: Any,
+    inputs: LossInputs,
     counts: Counts,
     preset: str,
     *,
     entropy: torch.Tensor | None = None,
     **fields: Any,
 ) -> Any:
-    section: Any = GrpoConfig.model_validate({"preset": preset, **fields})
-    how: Any = {"kl_coef": 0.0, "max_new_tokens": LENGTHS, "inexact": True}
-    return policy_loss(
-        logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, batch, counts, section, **how
-    )
+    section = GrpoConfig.model_validate({"preset": preset, "kl_coef": 0.0, **fields})
+    options = loss_options(section, max_new_tokens=LENGTHS, inexact=True)
+    return policy_loss(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, inputs, counts, options)
 
 
 def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,10 +77,11 @@ def test_rloo_has_the_gradient_of_the_expected_reward() -> None:
     assert probability.sum().item() == pytest.approx(1.0)
 
     weights = (probability * LENGTHS).detach()
-    batch = batch_with(mask, logprobs=logprobs.detach(), advantage=weights * (rewards - expected.detach()))
+    advantages = weights * (rewards - expected.detach())
+    inputs = LossInputs(mask, logprobs.detach(), advantages.unsqueeze(1).expand(mask.shape))
     gradients = {}
     for preset in ("rloo", "grpo"):
-        loss, _ = loss_of(logprobs, batch, counted(int(mask.sum()), LENGTHS, LENGTHS), preset)
+        loss, _ = loss_of(logprobs, inputs, counted(int(mask.sum()), LENGTHS, LENGTHS), preset)
         (gradients[preset],) = torch.autograd.grad(-loss, theta, retain_graph=True)
     assert gradients["rloo"].item() == pytest.approx(truth.item(), rel=1e-5)
     assert gradients["grpo"].item() < 0.5 * truth.item()
@@ -112,13 +106,13 @@ def test_the_mismatch_is_corrected_as_configured(
     logprobs = old.clone().requires_grad_()
     sampled = old - torch.tensor([[2 / 3, 1.5, 4.0]]).log()
     mask = torch.ones(1, 3, dtype=torch.bool)
-    batch = batch_with(mask, old=old, logprobs=sampled, advantage=torch.ones(1, 3))
-    loss, metrics = loss_of(logprobs, batch, counted(3, 1, 1), **{"preset": "dapo", "aggregation": "token", **fields})
+    inputs = LossInputs(mask, sampled, torch.ones(1, 3), old=old)
+    loss, metrics = loss_of(logprobs, inputs, counted(3, 1, 1), **{"preset": "dapo", "aggregation": "token", **fields})
     loss.backward()
     assert logprobs.grad is not None
     assert (-3 * logprobs.grad[0]).tolist() == pytest.approx(weights)
     assert metrics.get("policy/capped_weights") == (None if capped is None else pytest.approx(capped))
-    gap = sampling_gap(logprobs, batch, counted(3, 1, 1))["policy/sampling_gap"]
+    gap = sampling_gap(logprobs, inputs, counted(3, 1, 1))["policy/sampling_gap"]
     assert gap.item() == pytest.approx((math.log(1.5) * 2 + math.log(4)) / 3)
 
 
@@ -130,11 +124,10 @@ def test_the_kl_that_the_update_measures_is_summed_over_an_episode(episodes: int
     mask = torch.tensor([[True, True], [True, False]])
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
     ref = torch.tensor([[-1.5, -1.9], [-3.2, 9.0]])
-    batch = batch_with(mask, logprobs=logprobs.detach(), advantage=torch.zeros(2), ref=ref)
-    section: Any = GrpoConfig.model_validate({"preset": "grpo"})
+    inputs = LossInputs(mask, logprobs.detach(), torch.zeros(2, 2), reference=ref)
+    options = loss_options(grpo(preset="grpo"), max_new_tokens=LENGTHS, inexact=False)
     counts = dataclasses.replace(counted(tokens=3, sequences=2, rows=2), episodes=episodes)
-    how: Any = {"kl_coef": 0.04, "max_new_tokens": LENGTHS, "inexact": False}
-    _, metrics = policy_loss(logprobs, torch.zeros(2, 2), batch, counts, section, **how)
+    _, metrics = policy_loss(logprobs, torch.zeros(2, 2), inputs, counts, options)
     assert metrics["objective/kl"].item() == pytest.approx(0.6 / episodes)
 
 
@@ -144,29 +137,53 @@ def test_an_entropy_bonus_is_a_mean_over_tokens_whatever_the_aggregation(preset:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     entropy = torch.rand(2, 3, requires_grad=True)
     zeros = torch.zeros(2, 3)
-    batch = batch_with(mask, logprobs=zeros, advantage=zeros)
-    loss, _ = loss_of(zeros, batch, counted(12, 5, 6), preset, entropy=entropy, entropy_coef=0.3)
+    loss, _ = loss_of(
+        zeros, LossInputs(mask, zeros, zeros), counted(12, 5, 6), preset, entropy=entropy, entropy_coef=0.3
+    )
     loss.backward()
     assert entropy.grad is not None
     torch.testing.assert_close(entropy.grad, torch.where(mask, -0.3 / 12, 0.0))
 
 
-def samples_of(rewards: list[float], kl: list[list[float]], *, kept: list[bool] | None = None) -> list[Sample]:
-    """Responses of two tokens to one prompt, whose k1 against the reference is `kl`."""
-    found = []
-    for number, (reward, apart) in enumerate(zip(rewards, kl, strict=True)):
-        sample = Sample([1], [1, 1], [True, True], [0.0, 0.0], 0, number, scores=[0.0], score=reward, reward=reward)
-        sample.ref, sample.in_loss = -torch.tensor(apart), kept is None or kept[number]
-        found.append(sample)
-    return found
+def samples_of(
+    rewards: list[float], *, scores: list[list[float]] | None = None, kept: list[bool] | None = None
+) -> list[Sample]:
+    """Responses of two tokens to one prompt, which were sampled with probability 1."""
+    return [
+        Sample(
+            prompt=[1],
+            response=[1, 1],
+            mask=[True, True],
+            logprobs=[0.0, 0.0],
+            row=0,
+            episode=number,
+            scores=[0.0] if scores is None else scores[number],
+            score=reward,
+            reward=reward,
+            in_loss=kept is None or kept[number],
+        )
+        for number, reward in enumerate(rewards)
+    ]
+
+
+def apart(kl: list[list[float]]) -> Logprobs:
+    """Log-probabilities of such samples, whose k1 against the reference is `kl`."""
+    return Logprobs(torch.zeros(len(kl), 2), reference=-torch.tensor(kl))
+
+
+def none_apart(count: int) -> Logprobs:
+    return apart([[0.0, 0.0]] * count)
 
 
 def test_kl_per_response_is_a_mean_over_the_responses_that_count() -> None:
-    samples = samples_of([1.0, 1.0, 1.0], [[1.0, 2.0], [2.0, 3.0], [9.0, 9.0]], kept=[True, True, False])
-    assert kl_per_response(samples) == (4.0, 2)  # (3 + 5) / 2
-    assert kl_per_response([dataclasses.replace(one, in_loss=False) for one in samples]) == (0.0, 0)
-    assert adapted_kl_coef(samples, 4.0, kl_coef=0.5) == 0.5  # on target
-    assert adapted_kl_coef(samples, 2.0, kl_coef=0.5) == pytest.approx(0.5 * (1 + 0.2 * 2 / 10_000))  # two samples
+    samples = samples_of([1.0, 1.0, 1.0], kept=[True, True, False])
+    logprobs = apart([[1.0, 2.0], [2.0, 3.0], [9.0, 9.0]])
+    assert kl_per_response(samples, logprobs) == (4.0, 2)  # (3 + 5) / 2
+    assert kl_per_response([dataclasses.replace(one, in_loss=False) for one in samples], logprobs) == (0.0, 0)
+    assert adapted_kl_coef(samples, logprobs, 4.0, kl_coef=0.5) == 0.5  # on target
+    assert adapted_kl_coef(samples, logprobs, 2.0, kl_coef=0.5) == pytest.approx(
+        0.5 * (1 + 0.2 * 2 / 10_000)
+    )  # two samples
 
 
 def grpo(**settings: object) -> GrpoConfig:
@@ -175,22 +192,23 @@ def grpo(**settings: object) -> GrpoConfig:
 
 def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:
     """Two responses with reward 1 and 3, and a KL of 2 and 6 nats."""
-    samples = samples_of([1.0, 3.0], [[1.0, 1.0], [3.0, 3.0]])
+    samples = samples_of([1.0, 3.0])
+    logprobs = apart([[1.0, 1.0], [3.0, 3.0]])
     in_reward = {"kl_estimator": "k1", "kl_coef": 0.25}
     in_loss = {"kl_estimator": "k3", "kl_coef": 0.25}
     # rewards less KL: 0.5 and 1.5
-    assert group_relative(samples, grpo(preset="rloo", **in_reward)).tolist() == [-1.0, 1.0]
-    assert group_relative(samples, grpo(preset="rloo", **in_loss)).tolist() == [-2.0, 2.0]
-    assert group_relative(samples, grpo(advantage_scale="none", **in_reward)).tolist() == [-0.5, 0.5]
-    assert group_relative(samples, grpo(advantage_scale="none", **in_loss)).tolist() == [-1.0, 1.0]
+    assert group_relative(samples, grpo(preset="rloo", **in_reward), logprobs).tolist() == [-1.0, 1.0]
+    assert group_relative(samples, grpo(preset="rloo", **in_loss), logprobs).tolist() == [-2.0, 2.0]
+    assert group_relative(samples, grpo(advantage_scale="none", **in_reward), logprobs).tolist() == [-0.5, 0.5]
+    assert group_relative(samples, grpo(advantage_scale="none", **in_loss), logprobs).tolist() == [-1.0, 1.0]
     # REINFORCE++: returns 1 - .25 - .25, 1 - .25 and 3 - .75 - .75, 3 - .75: 0.5, 0.75, 1.5, 2.25; mean 1.25
     std = math.sqrt((0.75**2 + 0.5**2 + 0.25**2 + 1.0) / 3)
-    assert group_relative(samples, grpo(preset="reinforce++", **in_reward)).flatten().tolist() == pytest.approx(
-        [-0.75 / std, -0.5 / std, 0.25 / std, 1.0 / std]
-    )
+    assert group_relative(
+        samples, grpo(preset="reinforce++", **in_reward), logprobs
+    ).flatten().tolist() == pytest.approx([-0.75 / std, -0.5 / std, 0.25 / std, 1.0 / std])
     # in the loss the returns are the rewards: 1, 1, 3, 3
     std = math.sqrt(4 / 3)
-    assert group_relative(samples, grpo(preset="reinforce++", **in_loss)).flatten().tolist() == pytest.approx(
+    assert group_relative(samples, grpo(preset="reinforce++", **in_loss), logprobs).flatten().tolist() == pytest.approx(
         [-1 / std, -1 / std, 1 / std, 1 / std]
     )
 
@@ -201,65 +219,73 @@ def test_a_kl_in_the_reward_keeps_its_weight_where_rewards_are_scaled() -> None:
     """
     in_reward = {"kl_estimator": "k1", "kl_coef": 0.25}
     scaled = 1 / (math.sqrt(2) + 1e-4)
-    flat = samples_of([1.0, 1.0], [[1.0, 1.0], [3.0, 3.0]])
-    assert group_relative(flat, grpo(**in_reward)).tolist() == pytest.approx([0.5, -0.5])
-    lost = samples_of([1.0, math.nan, 3.0], [[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]])
-    found = group_relative(lost, grpo(**{**in_reward, "group_size": 3})).tolist()
+    flat = samples_of([1.0, 1.0])
+    of_flat = apart([[1.0, 1.0], [3.0, 3.0]])
+    assert group_relative(flat, grpo(**in_reward), of_flat).tolist() == pytest.approx([0.5, -0.5])
+    lost = samples_of([1.0, math.nan, 3.0])
+    of_lost = apart([[1.0, 1.0], [9.0, 9.0], [3.0, 3.0]])
+    found = group_relative(lost, grpo(**{**in_reward, "group_size": 3}), of_lost).tolist()
     assert found == pytest.approx([0.5 - scaled, 0.0, scaled - 0.5])
-    cut = samples_of([1.0, 3.0, 8.0], [[1.0, 1.0], [3.0, 3.0], [6.0, 6.0]], kept=[True, True, False])
+    cut = samples_of([1.0, 3.0, 8.0], kept=[True, True, False])
+    of_cut = apart([[1.0, 1.0], [3.0, 3.0], [6.0, 6.0]])
     want = [x - (0.5 + 1.5 + 5.0) / 3 for x in (0.5, 1.5, 5.0)]
-    plain = group_relative(cut, grpo(advantage_scale="none", **in_reward, group_size=3))
+    plain = group_relative(cut, grpo(advantage_scale="none", **in_reward, group_size=3), of_cut)
     assert plain.tolist() == pytest.approx(want)
-    rloo = group_relative(cut, grpo(preset="rloo", **in_reward, group_size=3)).tolist()
+    rloo = group_relative(cut, grpo(preset="rloo", **in_reward, group_size=3), of_cut).tolist()
     assert rloo == pytest.approx([x * 3 / 2 for x in want])
 
 
 def test_the_kl_of_a_score_is_computed_also_for_responses_left_out(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[Sample]] = []
-    monkeypatch.setattr(Grpo, "record", lambda self, run, samples, *args: seen.append(samples))
+    seen: list[Experience] = []
+    monkeypatch.setattr(Grpo, "record", lambda self, run, step, experience, *args: seen.append(experience))
     in_score = {"kl_coef": 0.1, "kl_estimator": "k1", "num_epochs": 2}
     cut = {"generation": {"stop": [*"abcdefghijklm"]}, "reward": {"truncated": "mask"}}
     trained(running.config("grpo", model, grpo=in_score, run={"num_steps": 1, "eval_every": 0}, **cut), tmp_path)
-    left_out: list[Any] = [sample for sample in seen[0] if not sample.in_loss]
-    assert 0 < len(left_out) < len(seen[0])
-    assert all((sample.ref < 0).all() and (sample.old < 0).all() for sample in left_out)
+    samples = seen[0].samples
+    left_out = [row for row, sample in enumerate(samples) if not sample.in_loss]
+    assert 0 < len(left_out) < len(samples)
+    assert seen[0].inputs.old is not None
+    assert seen[0].inputs.reference is not None
+    for row in left_out:
+        length = len(samples[row].response)
+        assert (seen[0].inputs.reference[row, :length] < 0).all()
+        assert (seen[0].inputs.old[row, :length] < 0).all()
 
 
 def test_each_reward_is_compared_on_its_own() -> None:
     """Two prompts whose sums are flat: right in one way or in the other, which GDPO tells apart, and right in none."""
-    samples = samples_of([1.0, 1.0, 0.0, 0.0, math.nan, 1.0], [[0.0, 0.0]] * 6)
     scores = [[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]]
-    for sample, own in zip(samples, scores, strict=True):
-        sample.scores = own
+    samples = samples_of([1.0, 1.0, 0.0, 0.0, math.nan, 1.0], scores=scores)
+    logprobs = none_apart(6)
     weights, together, each = torch.tensor([3.0, 1.0]), grpo(), grpo(preset="gdpo")
     assert without_spread(samples, together, weights) == [0, 1, 2]
     assert without_spread(samples, each, weights) == [1, 2]  # the last has one valid row
-    assert not group_relative(samples, together).any()
+    assert not group_relative(samples, together, logprobs).any()
     # 3 a - a and a - 3 a with a = 0.7070; five rows have a score: a variance of 2 (2 a)^2 / 4
     want = [math.sqrt(2), -math.sqrt(2), 0.0, 0.0, 0.0, 0.0]
-    assert group_relative(samples, each, weights=weights).tolist() == pytest.approx(want, rel=1e-3)
-    samples[2].scores = [0.5, 0.0]
+    assert group_relative(samples, each, logprobs, weights=weights).tolist() == pytest.approx(want, rel=1e-3)
+    samples[2] = dataclasses.replace(samples[2], scores=[0.5, 0.0])
     assert without_spread(samples, each, weights) == [2]
     assert without_spread(samples, each, torch.tensor([0.0, 1.0])) == [1, 2]  # the first is only shown
 
 
 def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:
     """Two prompts, one easy: against their groups' means all that is left is which response is the better one."""
-    samples = samples_of([0.0, 2.0, 10.0, 12.0], [[0.0, 0.0]] * 4)
-    found = group_relative(samples, grpo(preset="reinforce++-baseline"))[:, 0]
+    samples = samples_of([0.0, 2.0, 10.0, 12.0])
+    found = group_relative(samples, grpo(preset="reinforce++-baseline"), none_apart(4))[:, 0]
     assert found.tolist() == pytest.approx([-1 / math.sqrt(8 / 7), 1 / math.sqrt(8 / 7)] * 2)
 
 
 def test_minibatches_are_of_episodes_with_all_their_conversations() -> None:
     """Eight episodes, some with further conversations of an agent: two minibatches of four."""
-    episodes = samples_of([0.0] * 8, [[0.0, 0.0]] * 8)
+    episodes = samples_of([0.0] * 8)
     samples = episodes + [dataclasses.replace(episodes[i], row=1) for i in (0, 0, 3, 5, 5)]
     run: Any = object.__new__(Run)
     run.config, run.state, run.update = running.config("ppo", Path("m")), RunState(), 0
     partition = run.partition(samples, size=4)
-    first, second = partition
+    first, second = ([samples[row] for row in rows] for rows in partition)
     assert len(first) + len(second) == 13
     assert len({sample.episode for sample in first}) == len({sample.episode for sample in second}) == 4
     assert {sample.episode for sample in first + second} == {*range(8)}
@@ -267,11 +293,14 @@ def test_minibatches_are_of_episodes_with_all_their_conversations() -> None:
 
 
 def test_an_epoch_takes_the_same_minibatches_in_an_order_of_its_own() -> None:
-    samples = samples_of([0.0] * 8, [[0.0, 0.0]] * 8)
+    samples = samples_of([0.0] * 8)
     run: Any = object.__new__(Run)
     run.config, run.state, run.update = running.config("ppo", Path("m")), RunState(), 0
     partition = run.partition(samples, size=2)
-    made = [(run.update, partition.index(minibatch)) for minibatch in run.minibatches(partition, num_epochs=3)]
+    of_place = [[samples[row] for row in rows] for rows in partition]
+    experience = experience_of(samples)
+    minibatches = run.minibatches(experience, partition, num_epochs=3)
+    made = [(run.update, of_place.index(minibatch.samples)) for minibatch in minibatches]
     assert [number for number, _ in made] == [*range(12)]
     epochs = [[place for _, place in made[start : start + 4]] for start in (0, 4, 8)]
     assert epochs[0] == [0, 1, 2, 3]
@@ -354,31 +383,47 @@ def test_a_kl_in_the_reward_takes_a_pass_of_its_own_only_where_the_policy_may_be
     assert "policy" not in roles[3:]
 
 
-def flat_batch(*, ref: list[float], advantage: float = 0.0) -> Any:
-    """A micro-batch of one response: log-probabilities of its three tokens are -1, the last one is only read."""
-    sample = Sample([1], [1, 1, 1], [True, True, False], [-1.0] * 3, row=0)
-    sample.ref = torch.tensor(ref)
-    sample.advantage = torch.tensor(advantage)
-    return batch_of([sample])
+@pytest.mark.parametrize(
+    ("ref", "kl_coef", "only"),
+    [
+        ([-1.0, -1.00009, 5.0], 0.04, True),  # what was only read does not count
+        ([-1.0, -1.0002, 5.0], 0.04, False),
+        ([-1.0, -1.0002, 5.0], 0.0, True),
+    ],
+)
+def test_a_kl_is_only_rounding(ref: list[float], kl_coef: float, only: bool) -> None:
+    """Log-probabilities of the three tokens are -1, and the last one is only read."""
+    logprobs = torch.full((1, 3), -1.0)
+    mask = torch.tensor([[True, True, False]])
+    inputs = LossInputs(mask, logprobs, torch.zeros(1, 3), reference=torch.tensor([ref]))
+    assert only_rounding(logprobs, inputs, kl_coef=kl_coef) is only
 
 
 @pytest.mark.parametrize(
-    ("ref", "changed", "only"),
-    [
-        ([-1.0, -1.00009, 5.0], {}, True),  # what was only read does not count
-        ([-1.0, -1.0002, 5.0], {}, False),
-        ([-1.0, -1.0002, 5.0], {"kl_coef": 0.0}, True),
-        ([-1.0, -1.0, 5.0], {"advantage": 1e-9}, False),
-        ([-1.0, -1.0, 5.0], {"entropy_coef": 0.1}, False),
-        ([-1.0, -1.0, 5.0], {"teacher_coef": 0.1}, False),
-    ],
+    ("changed", "learns"),
+    [({}, False), ({"advantage": 1e-9}, True), ({"entropy_coef": 0.1}, True), ({"teacher_coef": 0.1}, True)],
 )
-def test_what_is_only_rounding(ref: list[float], changed: dict[str, float], only: bool) -> None:
-    given = {"kl_coef": 0.04, "teacher_coef": 0.0, "entropy_coef": 0.0, "advantage": 0.0, **changed}
-    batch = flat_batch(ref=ref, advantage=given["advantage"])
-    section = grpo(preset="grpo", entropy_coef=given["entropy_coef"])
-    coefs = {"kl_coef": given["kl_coef"], "teacher_coef": given["teacher_coef"]}
-    assert only_rounding(torch.full((1, 3), -1.0), batch, section, **coefs) is only
+def test_a_micro_batch_with_nothing_but_rounding_has_no_gradient(
+    changed: dict[str, float], learns: bool, model: Path
+) -> None:
+    """The policy is its reference, whatever the weight of its KL."""
+    given = {"advantage": 0.0, "entropy_coef": 0.0, "teacher_coef": 0.0, **changed}
+    own = {"preset": "grpo", "entropy_coef": given["entropy_coef"]}
+    teacher = {"teacher": {"path": str(model), "kl_coef": given["teacher_coef"]}} if given["teacher_coef"] else {}
+    trainer: Any = loaded(running.config("grpo", model, grpo=own, **teacher))
+    samples = [Sample([1], [1, 1, 1], [True, True, False], [-1.0] * 3, row=0, in_loss=True)]
+    with torch.no_grad(), trainer.policy.acting("policy"):
+        batch = trainer.policy.batch_of(samples)
+        now = trainer.policy.logprobs("policy", batch, temperature=1.0)[0]
+    outputs = trainer.teacher.score(samples, trainer.teacher.prompts(samples)) if teacher else None
+    experience = experience_of(samples, advantage=torch.full((1, 3), given["advantage"]), reference=now)
+    experience = dataclasses.replace(experience, teacher=outputs)
+    options = loss_options(trainer.config.grpo, max_new_tokens=LENGTHS, inexact=False)
+    counts = Counts.of(experience)
+    with trainer.policy.acting("policy"):
+        loss, _ = trainer.policy_terms(batch, minibatch=experience, counts=counts, options=options, measure_gap=False)
+    assert loss.requires_grad is learns
+    trainer.close()
 
 
 def test_sampling_that_is_measured_to_be_inexact_is_corrected_for(
@@ -504,8 +549,8 @@ def test_length_makes_no_group_worth_keeping_and_no_prompt_unsolved(
 
 def test_what_is_left_out_of_the_loss_divides_it_by_a_constant_only() -> None:
     """Two groups of two responses with two tokens each, one of them left out."""
-    samples = samples_of([0.0, 1.0, 5.0, 5.0], [[0.0, 0.0]] * 4, kept=[True, True, False, False])
-    counts = Counts.of(samples)
+    samples = samples_of([0.0, 1.0, 5.0, 5.0], kept=[True, True, False, False])
+    counts = Counts.of(experience_of(samples))
     divisors = [counts.denominator(by, max_new_tokens=LENGTHS) for by in ("token", "sequence", "sequence-sum")]
     assert divisors == [4, 2, 2]
     assert counts.denominator("constant", max_new_tokens=LENGTHS) == 4 * LENGTHS

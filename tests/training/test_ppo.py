@@ -27,6 +27,7 @@ from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.training.experience import Experience
 from tinyrl.training.ppo import Ppo
 from tinyrl.training.rows import Example
 from tinyrl.training.run import Run, RunState
@@ -78,10 +79,10 @@ def test_a2c_is_the_gradient_of_a2c(model: Path, tmp_path: Path, monkeypatch: py
     norms: list[float] = []
     minibatches, accumulate = Run.minibatches, Updater._accumulate
 
-    def watched(self: Run, partition: list[list[Sample]], **how: Any) -> Iterator[list[Sample]]:
-        (samples,) = partition
-        steps.append(samples)
-        return minibatches(self, partition, **how)
+    def watched(self: Run, experience: Experience, partition: list[list[int]], **how: Any) -> Iterator[Experience]:
+        assert len(partition) == 1
+        steps.append(experience.samples)
+        return minibatches(self, experience, partition, **how)
 
     def compared(self: Updater, passes: Sequence[Pass]) -> dict[str, float]:
         said = accumulate(self, passes)

@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from tests import running
+from tests.training.experiences import experience_of
 from tests.training.rows import trained
 from tests.training.test_on_policy import samples_of
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.sample import (
+    Logprobs,
     Sample,
     environment_metrics,
-    fill,
-    kl,
     kl_per_response,
     loss_mask,
+    sampled_logprobs,
     token_rewards_of,
 )
-from tinyrl.rollout.records import pieces, shown_samples, token_lines
+from tinyrl.rollout.records import TokenColumns, pieces, shown_samples, token_lines
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import adapted_kl_coef
 
@@ -35,20 +36,35 @@ MASK = [[True, True, False, False, False, True], [True, True, True, True, False,
 def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     """Rewards of turns are on their last tokens, and the rest on the last."""
     turns = [Episode(turn_ends=[1, 5], turn_rewards=[0.5, 0.25], cut=1), Episode(turn_ends=[3], turn_rewards=[None])]
-    first = Sample([4], [5, 6, 7, 8, 9, 5], MASK[0], [-1.0, -2.0, 0.0, 0.0, 0.0, -3.0], row=0, finish="stop")
-    second = Sample([4], [5, 6, 7, 8], [True] * 4, [-1.0] * 4, row=0, episode=1, finish="length")
-    first.reward = 1.75
-    first.played = turns[0]
-    second.reward = 3.0
-    second.played = turns[1]
+    first = Sample(
+        prompt=[4],
+        response=[5, 6, 7, 8, 9, 5],
+        mask=MASK[0],
+        logprobs=[-1.0, -2.0, 0.0, 0.0, 0.0, -3.0],
+        row=0,
+        finish="stop",
+        reward=1.75,
+        played=turns[0],
+    )
+    second = Sample(
+        prompt=[4],
+        response=[5, 6, 7, 8],
+        mask=[True] * 4,
+        logprobs=[-1.0] * 4,
+        row=0,
+        episode=1,
+        finish="length",
+        reward=3.0,
+        played=turns[1],
+    )
     two = [first, second]
-    fill(two, "ref", torch.full((2, 6), -1.5))
+    logprobs = Logprobs(sampled_logprobs(two), reference=torch.full((2, 6), -1.5))
     assert loss_mask(two).tolist() == MASK
-    counts = Counts.of(two)
+    counts = Counts.of(experience_of(two))
     assert counts == Counts(tokens=7, sequences=2, rows=2, taught=7, episodes=2)
     assert counts.denominator("constant", max_new_tokens=24) == 2 * 24
-    assert kl(two, loss_mask(two)).tolist() == [[0.5, -0.5, 0, 0, 0, -1.5], [0.5, 0.5, 0.5, 0.5, 0, 0]]
-    assert kl_per_response(two)[0] == pytest.approx((-1.5 + 2.0) / 2)
+    assert logprobs.kl(loss_mask(two)).tolist() == [[0.5, -0.5, 0, 0, 0, -1.5], [0.5, 0.5, 0.5, 0.5, 0, 0]]
+    assert kl_per_response(two, logprobs)[0] == pytest.approx((-1.5 + 2.0) / 2)
     assert environment_metrics(two) == {
         "environment/turns": 1.5,
         "environment/invalid_calls": 0.0,
@@ -64,8 +80,9 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
 @pytest.mark.parametrize(("ref", "moves"), [(-2.0, True), (-math.inf, False), (math.nan, False)])
 def test_a_kl_that_is_not_finite_leaves_its_weight(*, ref: float, moves: bool) -> None:
     """Such a rollout changes no weight of the policy either."""
-    sample = Sample([4], [5], [True], [-1.0], row=0, reward=1.0, ref=torch.tensor([ref]))
-    assert (adapted_kl_coef([sample], 6.0, kl_coef=0.5) != 0.5) is moves
+    sample = Sample([4], [5], [True], [-1.0], row=0, reward=1.0)
+    logprobs = Logprobs(torch.tensor([[-1.0]]), reference=torch.tensor([[ref]]))
+    assert (adapted_kl_coef([sample], logprobs, 6.0, kl_coef=0.5) != 0.5) is moves
 
 
 NAN = float("nan")
@@ -97,29 +114,29 @@ def test_each_token_adds_a_piece_and_together_they_are_the_text(text: bytes, exp
 
 
 def test_the_best_and_the_worst_of_each_prompt_come_first() -> None:
-    def shown(samples: list[Sample], group_size: int) -> list[int]:
-        return [samples.index(sample) for sample in shown_samples(samples, group_size=group_size)]
-
     rewards = [1.0, 3.0, 2.0, 5.0, 5.0, 5.0, NAN, 4.0, 6.0]
-    assert shown(samples_of(rewards, [[0.0, 0.0]] * 9, kept=[True] * 6 + [False] * 3), 3) == [1, 0, 3, 2, 4, 5]
-    many = samples_of([float(i) for i in range(20)], [[0.0, 0.0]] * 20)
-    assert shown(many, 2) == [1, 0, 3, 2, 5, 4, 7, 6]
-    assert shown(many, 1) == [*range(8)]
+    few = samples_of(rewards, kept=[True] * 6 + [False] * 3)
+    assert shown_samples(few, group_size=3) == [1, 0, 3, 2, 4, 5]
+    many = samples_of([float(i) for i in range(20)])
+    assert shown_samples(many, group_size=2) == [1, 0, 3, 2, 5, 4, 7, 6]
+    assert shown_samples(many, group_size=1) == [*range(8)]
 
 
-def line_of(rewards: torch.Tensor | None = None, **fields: Any) -> dict[str, Any]:
+def line_of(rewards: torch.Tensor, *, played: Episode | None = None, **columns: torch.Tensor) -> dict[str, Any]:
     """The line of a response "ab", "?" read, "c": three tokens chosen, one only read, after a prompt "x"."""
     mask, logprobs = [True, True, False, True], [-0.12345, -1.0, 0.0, -2.0]
-    sample = Sample([ord("x")], [*b"ab?c"], mask, logprobs, 5, reward=0.75, **fields)
-    how: dict[str, Any] = {"tokenizer": Bytes(), "prompts": {5: "x"}, "group_size": 1, "rewards": rewards}
-    (line,) = token_lines([sample], new_logprobs=torch.tensor([[-0.1, -0.9, 0.0, -2.5]]), **how)
+    sample = Sample([ord("x")], [*b"ab?c"], mask, logprobs, 5, reward=0.75, played=played)
+    new = torch.tensor([[-0.1, -0.9, 0.0, -2.5]])
+    given: dict[str, Any] = {"old": torch.tensor([logprobs]), "ref": None, "value": None, "teacher": None, **columns}
+    how: dict[str, Any] = {"tokenizer": Bytes(), "prompts": {5: "x"}, "group_size": 1}
+    (line,) = token_lines([sample], TokenColumns(reward=rewards, new=new, **given), **how)
     return line
 
 
 def test_a_line_has_the_numbers_of_each_token_in_the_update() -> None:
-    of_group = {"advantage": torch.tensor(0.5), "played": Episode(turn_ends=[1, 3], turn_rewards=[0.25, 0.0])}
     nothing = dict.fromkeys(("advantage", "old", "new", "ref", "teacher", "value", "reward"))
-    assert line_of(**of_group) == {
+    of_turns = torch.tensor([[0.0, 0.25, 0.0, 0.5]])
+    assert line_of(of_turns, advantage=torch.full((1, 4), 0.5)) == {
         "kind": "train", "prompt_index": 5, "sample": 0, "prompt": "x", "reward": 0.75,
         "tokens": [
             {"piece": "a", "chosen": True, **nothing, "advantage": 0.5, "old": -0.123, "new": -0.1, "reward": 0.0},
@@ -129,12 +146,19 @@ def test_a_line_has_the_numbers_of_each_token_in_the_update() -> None:
         ],
     }  # fmt: skip
     columns = {"advantage": [1.0, 2.0, 0.0, 3.0], "old": [-0.5, -0.6, 0.0, -0.7], "ref": [-0.8, -0.9, 0.0, -1.1],
-               "values": [0.1, 0.2, 0.0, 0.3]}  # fmt: skip
-    of_ppo = {name: torch.tensor(column) for name, column in columns.items()}
+               "value": [0.1, 0.2, 0.0, 0.3]}  # fmt: skip
+    of_ppo = {name: torch.tensor([column]) for name, column in columns.items()}
     tokens = line_of(torch.tensor([[-0.01, -0.02, 0.0, 0.9996]]), **of_ppo)["tokens"]
     for name, (first, second, _, last) in columns.items():
-        assert [t[name.removesuffix("s")] for t in tokens] == [first, second, None, last]
+        assert [t[name] for t in tokens] == [first, second, None, last]
     assert [t["reward"] for t in tokens] == [-0.01, -0.02, None, 1.0]
+
+
+def test_rewards_of_turns_are_on_the_last_token_of_each_and_the_rest_on_the_last() -> None:
+    mask = [True, True, False, True]
+    played = Episode(turn_ends=[1, 3], turn_rewards=[0.25, 0.0])
+    sample = Sample([1], [5, 6, 7, 8], mask, [-1.0] * 4, row=0, reward=0.75, played=played)
+    assert token_rewards_of([sample], torch.zeros(1, 4), kl_coef=0.0).tolist() == [[0.0, 0.25, 0.0, 0.5]]
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])

@@ -159,13 +159,6 @@ class PpoConfig(PolicyGradientSection):
 
     whiten_advantages: bool = Field(description="advantages of a step have mean 0 and variance 1")
 
-    # What PPO's paper fixes, and GRPO's family varies.
-    surrogate: ClassVar[Surrogate] = "clip"
-    clip_eps_high: ClassVar[None] = None  # as clip_eps
-    aggregation: ClassVar[Aggregation] = "token"
-    importance_correction: ClassVar[Mismatch] = "token"
-    kl_unbiased: ClassVar[bool] = False
-
 
 class DistillConfig(OnPolicySection):
     on_policy_fraction: Share = Field(

@@ -33,7 +33,7 @@ from tinyrl.data.messages import Message, messages_of
 from tinyrl.environments.environment import Dialogue
 from tinyrl.generation.dialect import ContextOverflow, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
-from tinyrl.generation.sample import Sample
+from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
 
@@ -56,7 +56,8 @@ class AgentConversation:
     call under way; was_denied: a call that would have continued it had no turn or no tokens left.
     """
 
-    sample: Sample
+    sample: SampleBuilder
+    finish: FinishReason = "length"
     last: Sequence | None = None
     was_denied: bool = False
     known: ClientInput | None = None
@@ -72,7 +73,7 @@ class AgentConversation:
         assert answer.finish_reason is not None
         self.sample.read(read)
         self.sample.chose(answer.tokens, answer.logprobs)
-        self.sample.finish = answer.finish_reason
+        self.finish = answer.finish_reason
         self.last = answer
         self.known = known
 
@@ -216,7 +217,7 @@ class AgentEpisode:
         if room < 1:
             raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
         if conversation is None:
-            conversation = AgentConversation(Sample.opened(context, row=self.row))
+            conversation = AgentConversation(SampleBuilder(context, row=self.row))
             self.conversations.append(conversation)
         # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
         # sent before, so that it does not depend on which of several calls comes first.
@@ -259,9 +260,9 @@ class AgentEpisode:
         answered = [each for each in self.conversations if each.last is not None]
         ended = [each for each in answered if each.was_denied] or answered[:1]
         for conversation in ended:
-            if cut_by is not None and not conversation.sample.truncated:
-                conversation.sample.finish = cut_by
-        return [each.sample for each in answered]
+            if cut_by is not None and conversation.finish != "length":
+                conversation.finish = cut_by
+        return [each.sample.sample(finish=each.finish) for each in answered]
 
     def _continued(self, prompt: list[int], given: ClientInput) -> Continued | None:
         """Find the conversation that a call continues, and the tokens that it adds; None: it begins one."""

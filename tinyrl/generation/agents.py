@@ -6,6 +6,7 @@ What an agent's calls become is in agent_episode.py.
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
-from tinyrl.generation.sample import Sample
+from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt
@@ -105,14 +106,13 @@ class AgentRunner:
         conversations = episode.samples(cut_by=cut_by)
         if not conversations:
             failure = failure or f"`{self.environment.name}` asked the policy nothing"
-            conversations = [Sample.opened(prompt.tokens, row=episode.row)]
-            conversations[0].read([0])
+            nothing = SampleBuilder(prompt.tokens, row=episode.row)
+            nothing.read([0])
+            conversations = [nothing.sample(finish="length")]
         elif cut_by is not None or episode.was_cut:
             failure = None
         first, *further = conversations
-        first.played = record_of(first, episode, text=text, failure=failure)
-        first.further = further
-        return first
+        return replace(first, played=record_of(first, episode, text=text, failure=failure), further=further)
 
     def notes(self) -> list[str]:
         """Return a note on what agents asked for and did not get, unless an earlier one has named it."""

@@ -1,4 +1,4 @@
-"""A sample: one conversation from its prompt to its gradient. A step's samples are a list of them; nothing is padded.
+"""A sample: one conversation from its prompt to its reward. A step's samples are a list of them; nothing is padded.
 
 Axis letters: B samples, T longest response. x[:, t] of a (B, T) tensor is of response token t, 0 where there is none.
 """
@@ -16,26 +16,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.algorithms.advantages import token_rewards
 from tinyrl.algorithms.kl import k1
-from tinyrl.models.batch import Tokens, padded
+from tinyrl.models.batch import Tokens
 
 if TYPE_CHECKING:
     from tinyrl.config.sections import RewardConfig
     from tinyrl.environments.environment import Episode
-    from tinyrl.models.logprobs import Teaching
 
 
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
 
 
-@dataclass
+@dataclass(frozen=True)
 class Sample:
-    """One sampled conversation. The samples of a prompt, its group, follow one another. Tensors are (T,) or ().
+    """One sampled conversation and its score. The samples of a prompt, its group, follow one another.
 
-    Each field stands under the step that sets it (the steps are those of the box in training/grpo.py and ppo.py). None
-    means one thing: the field is not computed, since its step is still to come or this run does not need it.
+    What is computed of its tokens for the loss stands beside it (training/experience.py).
     """
 
-    # 1. Sampled: the engine's tokens behind the prompt of a row, or (`sampled` is false) an answer of the data.
+    # Sampled: the engine's tokens behind the prompt of a row, or (`sampled` is false) an answer of the data.
     prompt: list[int]
     response: list[int]
     mask: list[bool]  # tokens of the response that the policy chose
@@ -48,43 +46,13 @@ class Sample:
     played: Episode | None = None  # what an environment recorded
     further: list[Sample] = field(default_factory=list)  # an agent's other conversations, until `conversations`
 
-    # 1. Scored by the rewards; a length rule may lower `reward` and clear `in_loss`.
+    # Scored by the rewards; a length rule may lower `reward` and clear `in_loss`.
     scores: list[float] = field(default_factory=list)  # of each reward function; NaN: does not apply
     score: float = math.nan  # weighted sum of the scores; NaN: none
     reward: float = math.nan  # the score less length penalties, which is what is learnt from; NaN: none
     comment: str = ""  # text that rewards gave beside their scores
     failures: list[str] = field(default_factory=list)  # why rewards failed
     in_loss: bool = True  # it has a reward and is not left out as truncated
-
-    # 2. Computed before the update, by passes without gradient.
-    ref: Tensor | None = None  # log-probabilities under the reference
-    old: Tensor | None = None  # under the policy before the update: the ratio's denominator
-    rescored: Tensor | None = None  # under the policy, by passes like the reference's, for a KL in the reward
-    values: Tensor | None = None  # of the critic
-    teacher: Tensor | None = None  # log-probabilities under the teacher
-    teaching: Teaching | None = None  # the teacher's distributions at the tokens in the loss
-    taught: bool = True  # false: the teacher had no text of `teacher.hint` for it, so has not scored it
-
-    # 3. Computed from the rewards, for the loss.
-    advantage: Tensor | None = None
-    returns: Tensor | None = None  # that the critic is to predict
-
-    @classmethod
-    def opened(cls, prompt: list[int], *, row: int) -> Sample:
-        """Begin a sample of several parts, each of which it `read` or `chose`."""
-        return cls(prompt, [], [], [], row=row, finish="length")
-
-    def read(self, tokens: list[int]) -> None:
-        """Append tokens that the policy only reads, such as a tool's answer."""
-        self.response += tokens
-        self.mask += [False] * len(tokens)
-        self.logprobs += [0.0] * len(tokens)
-
-    def chose(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append tokens that the policy sampled."""
-        self.response += tokens
-        self.mask += [True] * len(tokens)
-        self.logprobs += logprobs
 
     @property
     def responses(self) -> list[list[int]]:
@@ -109,35 +77,103 @@ class Sample:
         return self.finish == "length"
 
     @property
-    def has_advantage(self) -> bool:
-        """Return whether the advantage of any of its tokens is not 0."""
-        return self.advantage is not None and bool(self.advantage.any())
-
-    @property
     def num_actions(self) -> int:
         return sum(self.mask)
 
     def plain(self) -> dict[str, Any]:
         """Convert to JSON, for the record of a batch that is not finite."""
-        apart: dict[str, Any] = {"teaching": None, "further": [sample.plain() for sample in self.further]}
+        apart: dict[str, Any] = {"further": [sample.plain() for sample in self.further]}
         if self.played is not None:  # an agent's messages are in samples.jsonl
             apart["played"] = asdict(replace(self.played, dialogues=None))
-        return {k: v.tolist() if isinstance(v, Tensor) else v for k, v in (vars(self) | apart).items()}
+        return vars(self) | apart
+
+
+class SampleBuilder:
+    """A sample of several parts while they come in, each of which it `read` or `chose`."""
+
+    def __init__(self, prompt: list[int], *, row: int) -> None:
+        self.prompt = prompt
+        self.row = row
+        self.response: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+
+    def read(self, tokens: list[int]) -> None:
+        """Append tokens that the policy only reads, such as a tool's answer."""
+        self.response += tokens
+        self.mask += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+
+    def chose(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Append tokens that the policy sampled."""
+        self.response += tokens
+        self.mask += [True] * len(tokens)
+        self.logprobs += logprobs
+
+    def sample(self, *, finish: FinishReason, played: Episode | None = None) -> Sample:
+        """Return the sample as it is now."""
+        return Sample(
+            prompt=self.prompt,
+            response=[*self.response],
+            mask=[*self.mask],
+            logprobs=[*self.logprobs],
+            row=self.row,
+            finish=finish,
+            played=played,
+        )
 
 
 def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> list[Sample]:
     """List the first conversation of each episode, then the further ones, with the episode's reward; those that were
     cut off are left out of the loss with `mask_truncated`.
     """
+    firsts = list[Sample]()
+    others = list[Sample]()
     for number, first in enumerate(episodes):
-        first.episode = number
+        firsts.append(replace(first, episode=number))
         for sample in first.further:
-            sample.episode = number
-            sample.scores = first.scores
-            sample.score = first.score
-            sample.reward = first.reward
-            sample.in_loss = first.rewarded and not (mask_truncated and sample.truncated)
-    return episodes + [sample for first in episodes for sample in first.further]
+            in_loss = first.rewarded and not (mask_truncated and sample.truncated)
+            others.append(
+                replace(
+                    sample,
+                    episode=number,
+                    scores=first.scores,
+                    score=first.score,
+                    reward=first.reward,
+                    in_loss=in_loss,
+                )
+            )
+    return firsts + others
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities (B, T) of the tokens of a step, in nats; None: this run does not need them.
+
+    sampled: as recorded while sampling; reference: under the reference; old: under the policy before the update;
+    rescored: under the policy, by passes like the reference's, for a KL in the reward.
+    """
+
+    sampled: Tensor
+    reference: Tensor | None = None
+    old: Tensor | None = None
+    rescored: Tensor | None = None
+
+    @property
+    def policy(self) -> Tensor:
+        """Return those of the policy that are compared with the reference's."""
+        if self.rescored is not None:
+            return self.rescored
+        return self.sampled if self.old is None else self.old
+
+    def kl(self, mask: Tensor) -> Tensor:
+        """Compute k1 of each token against the reference, (b, t), of the first b samples as `mask` (b, t) has them; 0
+        outside of it, and without a reference.
+        """
+        if self.reference is None:
+            return torch.zeros(mask.shape)
+        count, width = mask.shape
+        return torch.where(mask, k1(self.policy[:count, :width], self.reference[:count, :width]), 0.0)
 
 
 def loss_mask(samples: Sequence[Sample], tokens: Tokens = "loss") -> Tensor:
@@ -146,10 +182,9 @@ def loss_mask(samples: Sequence[Sample], tokens: Tokens = "loss") -> Tensor:
     return pad_sequence(rows, batch_first=True)
 
 
-def fill(samples: Sequence[Sample], name: str, values: Tensor) -> None:
-    """Set a field of each sample from a (B,) or (B, T) tensor."""
-    for sample, row in zip(samples, values, strict=True):
-        setattr(sample, name, row[: len(sample.response)] if row.dim() else row)
+def sampled_logprobs(samples: Sequence[Sample]) -> Tensor:
+    """Return (B, T) log-probabilities as recorded while sampling."""
+    return pad_sequence([torch.tensor(sample.logprobs) for sample in samples], batch_first=True)
 
 
 def sampled_rows(samples: Sequence[Sample]) -> Tensor:
@@ -191,21 +226,10 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
     return out
 
 
-def kl(samples: Sequence[Sample], mask: Tensor) -> Tensor:
-    """Compute k1 of each token against the reference, (B, T); 0 outside of `mask`, and without a reference."""
-    if samples[0].ref is None:
-        return torch.zeros(mask.shape)
-    first = samples[0]
-    policy = "logprobs" if first.old is None else "old"
-    if first.rescored is not None:
-        policy = "rescored"
-    return torch.where(mask, k1(padded(samples, policy), padded(samples, "ref")), 0.0)
-
-
-def kl_per_response(samples: Sequence[Sample]) -> tuple[float, int]:
+def kl_per_response(samples: Sequence[Sample], logprobs: Logprobs) -> tuple[float, int]:
     """Average over the episodes in the loss their summed KL, in nats (0 for none); return it and their number."""
     counted = by_episode(samples, torch.tensor([int(sample.in_loss) for sample in samples])) > 0
-    found = by_episode(samples, kl(samples, loss_mask(samples)).sum(1))[counted]
+    found = by_episode(samples, logprobs.kl(loss_mask(samples)).sum(1))[counted]
     return float(found.mean()) if len(found) else 0.0, len(found)
 
 
@@ -223,10 +247,10 @@ def token_rewards_of(samples: Sequence[Sample], kl: Tensor, *, kl_coef: float, s
     return shaped if turns is None else shaped + torch.where(mask, turns, 0.0)
 
 
-def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> None:
-    """Penalise truncated responses, or leave them out of the loss; they still count in their group's mean and std. An
-    episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them. The penalty
-    changes `reward`; `score` stays, since length makes no answer right and no group worth keeping.
+def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_tokens: int) -> list[Sample]:
+    """Return the samples, truncated ones penalised or left out of the loss; they still count in their group's mean and
+    std. An episode is penalised once, if any of its conversations was cut off, and by the tokens of all of them. The
+    penalty changes `reward`; `score` stays, since length makes no answer right and no group worth keeping.
 
     Soft overlong punishment (DAPO, 2503.14476, Eq. 13): its reward is 0 up to max - buffer tokens, then falls to -1 at
     max.
@@ -237,10 +261,11 @@ def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_t
     if buffer := reward.overlong_tokens:
         num_actions = torch.tensor([sum(sample.num_actions for sample in episode) for episode in episodes])
         penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
+    ruled = list[Sample]()
     for sample, rewarded in zip(samples, (scores_of(samples) - penalty).tolist(), strict=True):
-        sample.reward = rewarded
-        if reward.truncated == "mask":
-            sample.in_loss = sample.in_loss and not sample.truncated
+        left_out = reward.truncated == "mask" and sample.truncated
+        ruled.append(replace(sample, reward=rewarded, in_loss=sample.in_loss and not left_out))
+    return ruled
 
 
 # ---- metrics ----

@@ -25,7 +25,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Episode, Replies
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Sequence, row_keys
-from tinyrl.generation.sample import Sample
+from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
 from tinyrl.runs.signals import check_stop
@@ -160,7 +160,7 @@ class Episodes(AbstractContextManager):
             wait_for([self._call])
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
-        self.samples = [Sample.opened(p.tokens, row=row) for p, row in zip(self.prompts, self.rows, strict=True)]
+        self.samples = [SampleBuilder(p.tokens, row=row) for p, row in zip(self.prompts, self.rows, strict=True)]
         self._waiting = list[int]()
         self._ready = list[tuple[int, list[int] | None]]()
 
@@ -248,10 +248,8 @@ class Episodes(AbstractContextManager):
                 self.episodes[cut_off[failure.row]].failure = failure.reason
             for sample, reward in zip(cut_off, rows.values, strict=True):
                 self.episodes[sample].add_reward(reward)
-        for sample, episode in zip(self.samples, self.episodes, strict=True):
-            sample.played = episode
-            sample.finish = episode.finish_reason
-        return self.samples
+        played = zip(self.samples, self.episodes, strict=True)
+        return [sample.sample(finish=episode.finish_reason, played=episode) for sample, episode in played]
 
     def _ask(self, asked: list[int]) -> tuple[list[int], list[Reply | None]]:
         answers = self.runner.environment.respond(*self._given(asked))

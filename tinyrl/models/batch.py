@@ -73,7 +73,7 @@ class Batch:
     of a mask) are listed row by row: `row` and `column` (N,) say where a flat value belongs in a (b, T) tensor,
     `state_index` (N,) which of the positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of
     each row's last token, None where the input leaves it out. `items` are what the rows were made of, all first
-    responses before all second ones.
+    responses before all second ones; `rows` are their places among the items of the pass.
     """
 
     input_ids: Tensor
@@ -88,6 +88,7 @@ class Batch:
     num_columns: int
     packing: Packing | None = None
     items: Sequence[Any] = ()
+    rows: Sequence[int] = ()
 
     def to_rows(self, flat: Tensor) -> Tensor:
         """Lay flat (N,) out as (b, T) with 0 where no token is listed; differentiable."""
@@ -98,16 +99,6 @@ class Batch:
     def mask(self) -> Tensor:
         """Return the listed tokens, (b, T) bool."""
         return self.to_rows(torch.ones_like(self.row, dtype=torch.bool))
-
-    def padded(self, name: str) -> Tensor:
-        """Return a field of the items as (b, T), or (b,) where it is one number each, on the batch's device."""
-        return to_device(padded(self.items, name), self.input_ids.device)
-
-
-def padded(items: Sequence[Any], name: str) -> Tensor:
-    """Return a field of each token as (B, T); where it is one number an item, (B,)."""
-    rows = [torch.as_tensor(getattr(item, name)) for item in items]
-    return pad_sequence(rows, batch_first=True) if rows[0].dim() else torch.stack(rows)
 
 
 def examples(
@@ -125,8 +116,10 @@ def batch_of(
     device: torch.device | str = "cpu",
     tokens: Tokens = "loss",
     last_tokens: bool = False,
+    rows: Sequence[int] | None = None,
 ) -> Batch:
     """Lay items out as a batch, all first responses before all second ones. A response may be empty; a prompt may not.
+    rows: places of the items in their pass (None: they are all of it).
     `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
     `last_tokens`.
     """
@@ -141,13 +134,13 @@ def batch_of(
         ids, positions, state_index, ends, packing = _packed(prompts, responses, listed, last_tokens, device)
         mask = torch.ones_like(ids)
     else:
-        rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
-        ids, mask = (pad_sequence(x, batch_first=True) for x in (rows, [torch.ones_like(row) for row in rows]))
+        texts = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
+        ids, mask = (pad_sequence(x, batch_first=True) for x in (texts, [torch.ones_like(text) for text in texts]))
         width = ids.shape[1]
         packing = None
-        positions = torch.arange(width).expand(len(rows), width)
+        positions = torch.arange(width).expand(len(texts), width)
         state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
-        ends = [i * width + len(row) - 1 for i, row in enumerate(rows)]
+        ends = [i * width + len(text) - 1 for i, text in enumerate(texts)]
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
     row = [i for i, columns in enumerate(listed) for _ in columns]
 
@@ -167,6 +160,7 @@ def batch_of(
         num_columns=max(map(len, responses), default=0),
         packing=packing,
         items=items,
+        rows=range(len(items)) if rows is None else rows,
     )
 
 

@@ -306,9 +306,16 @@ class Policy:
         assert self.score_head is not None
         return self.score_head(last_states(backbone_of(self.causal), batch))
 
-    def batch_of(self, items: Sequence[Item], tokens: Tokens = "loss", *, last_tokens: bool = False) -> Batch:
-        """Make the models' input of samples or examples; last_tokens: for `scores`."""
-        return batch_of(items, packed=self.packs, device=self.device, tokens=tokens, last_tokens=last_tokens)
+    def batch_of(
+        self,
+        items: Sequence[Item],
+        tokens: Tokens = "loss",
+        *,
+        last_tokens: bool = False,
+        rows: Sequence[int] | None = None,
+    ) -> Batch:
+        """Make the models' input of samples or examples; last_tokens: for `scores`; rows: their places in the pass."""
+        return batch_of(items, packed=self.packs, device=self.device, tokens=tokens, last_tokens=last_tokens, rows=rows)
 
     def map_samples(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 from tinyrl.config.schema import Config
@@ -174,19 +175,27 @@ class Collector:
         tokens = [sample.response for sample in samples]
         episodes = [sample.played for sample in samples if sample.played is not None] or None
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
-        for i, sample in enumerate(samples):
-            sample.scores = found.scores[i].tolist()
-            sample.score = float(found.rewards[i])
-            sample.reward = sample.score
-            sample.episode = i
-            sample.in_loss = sample.rewarded
-            sample.comment = found.comments[i] if found.comments else ""
+        failures: list[list[str]] = [[] for _ in samples]
         for failure in found.failures:
-            samples[failure.row].failures.append(failure.reason)
-        for sample, prompt in zip(samples, repeated, strict=True):
-            if sample.finish == "stop":
-                sample.stopped_in_thought = ends_in_thought(self._last_turn(sample, prompt))
-        return samples
+            failures[failure.row].append(failure.reason)
+        scored = list[Sample]()
+        for i, (sample, prompt) in enumerate(zip(samples, repeated, strict=True)):
+            score = float(found.rewards[i])
+            stopped = sample.finish == "stop"
+            scored.append(
+                replace(
+                    sample,
+                    episode=i,
+                    stopped_in_thought=stopped and ends_in_thought(self._last_turn(sample, prompt)),
+                    scores=found.scores[i].tolist(),
+                    score=score,
+                    reward=score,
+                    comment=found.comments[i] if found.comments else "",
+                    failures=failures[i],
+                    in_loss=not math.isnan(score),
+                )
+            )
+        return scored
 
     def _last_turn(self, sample: Sample, prompt: PreparedPrompt) -> str:
         """Return the text of a sample's last turn, with what the prompt has opened of it; "" of an agent's, whose calls

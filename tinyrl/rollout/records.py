@@ -8,12 +8,12 @@ conversation has their number and its number, from 1, in `same_as`, instead of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from tinyrl.generation.sample import Sample, num_episodes, token_rewards_of
+from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.text import IncrementalDetokenizer, excerpt
 
 if TYPE_CHECKING:
@@ -131,53 +131,57 @@ def _cut(value: Any, most: int, *, depth: int = 0) -> Any:
     return [_cut(inner, most, depth=depth + 1) for inner in value]
 
 
-def shown_samples(samples: list[Sample], *, group_size: int) -> list[Sample]:
-    """Choose those for tokens.jsonl: of each prompt those with highest and lowest reward, then others in the loss."""
-    first: dict[int, Sample] = {}
+def shown_samples(samples: list[Sample], *, group_size: int) -> list[int]:
+    """Choose those for tokens.jsonl: of each prompt those with highest and lowest reward, then others in the loss.
+    Return their places.
+    """
+    first = dict[int, None]()
     for start in range(0, num_episodes(samples), group_size):
-        group = [sample for sample in samples[start : start + group_size] if sample.in_loss]
+        places = range(start, min(start + group_size, len(samples)))
+        group = [place for place in places if samples[place].in_loss]
         if group:
-            ends = max(group, key=lambda sample: sample.reward), min(group, key=lambda sample: sample.reward)
-            first |= {id(sample): sample for sample in ends}
-    others = [sample for sample in samples if sample.in_loss and id(sample) not in first]
-    return [*first.values(), *others][:TOKEN_BY_TOKEN]
+            first[max(group, key=lambda place: samples[place].reward)] = None
+            first[min(group, key=lambda place: samples[place].reward)] = None
+    others = [place for place, sample in enumerate(samples) if sample.in_loss and place not in first]
+    return [*first, *others][:TOKEN_BY_TOKEN]
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """Numbers of each token (B, T), under the names that tokens.jsonl has for them: its advantage, its log-probability
+    before the update (`old`), under the reference, under the teacher and after the update (`new`), its value and
+    reward. None: this run has no such.
+    """
+
+    advantage: Tensor
+    old: Tensor
+    ref: Tensor | None
+    value: Tensor | None
+    teacher: Tensor | None
+    reward: Tensor
+    new: Tensor
 
 
 def token_lines(
     samples: list[Sample],
+    columns: TokenColumns,
     *,
-    new_logprobs: Tensor,
-    rewards: Tensor | None,
     tokenizer: PreTrainedTokenizerBase,
     prompts: dict[int, str],
     group_size: int,
 ) -> Iterator[dict[str, Any]]:
-    """Make lines of tokens.jsonl: each token with its advantage, its log-probability before the update, after it
-    (new_logprobs (B, T)) and under the reference, its value and reward (rewards (B, T); None: the score, on the last).
-    Tokens that were only read have none of these.
-    """
-    if rewards is None:
-        rewards = token_rewards_of(samples, torch.zeros(new_logprobs.shape), kl_coef=0.0)
+    """Make lines of tokens.jsonl: each token with its numbers. Tokens that were only read have none of these."""
+    by_name: dict[str, Tensor | None] = {**vars(columns)}
     for row, sample in enumerate(samples):
-        assert sample.advantage is not None
         tokens = sample.response
-        kinds = {
-            "advantage": sample.advantage.expand(len(tokens)),
-            "old": torch.tensor(sample.logprobs) if sample.old is None else sample.old,
-            "ref": sample.ref,
-            "value": sample.values,
-            "teacher": sample.teacher,
-            "reward": rewards[row],
-            "new": new_logprobs[row],
-        }
-        columns = {name: None if x is None else x.tolist() for name, x in kinds.items()}
+        numbers = {name: None if x is None else x[row].tolist() for name, x in by_name.items()}
         yield {
             "kind": "train",
             **sample_key(sample, prompts=prompts, group_size=group_size),
             "reward": sample.reward,
             "tokens": [
                 {"piece": piece, "chosen": sample.mask[t]}
-                | {name: round(column[t], 3) if column and sample.mask[t] else None for name, column in columns.items()}
+                | {name: round(column[t], 3) if column and sample.mask[t] else None for name, column in numbers.items()}
                 for t, piece in enumerate(pieces(tokenizer, tokens, before=sample.prompt[-1:]))
             ],
         }

@@ -12,6 +12,8 @@ and not learnt from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,12 +21,13 @@ from torch import Tensor
 
 from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.algorithms.losses import Metrics
-from tinyrl.generation.sample import Sample, conversations, fill, loss_mask, sampled_rows
-from tinyrl.models.batch import Batch, padded
+from tinyrl.generation.sample import Sample, conversations, loss_mask, sampled_logprobs, sampled_rows
+from tinyrl.models.batch import Batch
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
+from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts
@@ -44,35 +47,44 @@ class Distill(OnPolicy):
                 samples = conversations(self.responses(run, step))
             # 2. What the teacher says to them.
             run.updater.measure(self.trial_passes(samples))
-            taught = self.ask_teacher(run, samples)
+            assert self.teacher is not None
+            with run.timed("teacher"):
+                prompts = self.teacher.prompts(samples)
+                samples = without_untaught(samples, prompts)
+                teacher = self.teacher.score(samples, prompts)
+            taught = self.teacher.metrics(samples, teacher)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
             recorded = self.record_prompts(run, step)
             run.start_update(**rewards, **self.metrics(samples), **taught, **recorded)
             # How much likelier than the student the teacher finds each sampled token: for the records only.
-            sampled = loss_mask(samples) & sampled_rows(samples)
-            advantages = token_advantages(padded(samples, "logprobs"), padded(samples, "teacher"), sampled)
-            fill(samples, "advantage", advantages)
+            mask = loss_mask(samples)
+            logprobs = sampled_logprobs(samples)
+            advantages = token_advantages(logprobs, teacher.logprobs, mask & sampled_rows(samples))
+            experience = Experience(samples, LossInputs(mask, logprobs, advantages), teacher)
             # 3. One optimizer step on all of them.
+            everything = [list(range(len(samples)))]
             with run.timed("update"):
-                for minibatch in run.minibatches([samples], num_epochs=1):
+                for minibatch in run.minibatches(experience, everything, num_epochs=1):
                     counts = Counts.of(minibatch)
-                    passes = [Pass("policy", minibatch, partial(self.loss, counts=counts))] if counts.tokens else []
+                    loss = partial(self.loss, minibatch=minibatch, counts=counts)
+                    passes = [Pass("policy", minibatch.samples, loss)] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
-            self.record(run, samples, advantages, step)
+            self.record(run, step, experience, advantages)
             run.end_step(**self.update_controllers(run, samples))
 
-    def loss(self, batch: Batch, *, counts: Counts) -> tuple[Tensor, Metrics]:
+    def loss(self, batch: Batch, *, minibatch: Experience, counts: Counts) -> tuple[Tensor, Metrics]:
         """Compute the distance of a micro-batch to the teacher; the policy must be acting."""
         assert self.teacher is not None
-        return self.teacher.distance(batch, self.policy.policy_states(batch), counts)
+        assert minibatch.teacher is not None
+        return self.teacher.distance(batch, self.policy.policy_states(batch), minibatch.teacher, counts)
 
     def responses(self, run: Run, step: int) -> list[Sample]:
         """Sample responses to the share distill.on_policy_fraction of the prompts; the others have given answers."""
         prompts = self.prompts(run, step)
         count = round(self.config.distill.on_policy_fraction * len(prompts))
         samples = self.collect(run, prompts[:count], step) if count else []
-        for sample in samples:  # whatever its reward, a response is learnt from
-            sample.in_loss = not (sample.truncated and self.config.reward.truncated == "mask")
+        leaves_out = self.config.reward.truncated == "mask"  # whatever its reward, a response is learnt from
+        samples = [replace(sample, in_loss=not (sample.truncated and leaves_out)) for sample in samples]
         return samples + [self.given(prompt) for prompt in prompts[count:]]
 
     def check_given_answers(self) -> None:
@@ -107,3 +119,9 @@ class Distill(OnPolicy):
             row=prompt.index,
             scores=[torch.nan] * len(self.collector.scorer.names),
         )
+
+
+def without_untaught(samples: list[Sample], prompts: Sequence[list[int] | None]) -> list[Sample]:
+    """Leave samples out of the loss that the teacher has no prompt for."""
+    pairs = zip(samples, prompts, strict=True)
+    return [replace(sample, in_loss=sample.in_loss and prompt is not None) for sample, prompt in pairs]

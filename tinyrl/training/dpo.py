@@ -107,23 +107,20 @@ class Dpo(RowMethod):
             with run.timed("reference"):
                 reference = self.reference_logprobs("training", rows)
                 kl = reference_point(self, examples)
-        of_pair = None if reference is None else {id(pair): row for pair, row in zip(examples, reference, strict=True)}
-        loss = partial(self.loss, reference=of_pair, kl=kl, count=len(examples))
+        loss = partial(self.loss, reference=reference, kl=kl, count=len(examples))
         metrics = {"completion/tokens": float(sum(sum(pair.learnt) for pair in examples))}
         if self.config.dpo.loss == "kto":
             metrics["preference/kl"] = kl
         return Pass("policy", examples, loss), metrics
 
-    def loss(
-        self, batch: Batch, *, reference: dict[int, Tensor] | None, kl: float, count: int
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, batch: Batch, *, reference: Tensor | None, kl: float, count: int) -> tuple[Tensor, Metrics]:
         """Compute the preference loss of a micro-batch of the step's `count` pairs; the policy must be acting.
 
-        reference: of each pair, by its identity, the log-probabilities (2,) of chosen and rejected under the reference;
-        kl: KTO's z_0.
+        reference (count, 2): log-probabilities of chosen and rejected of the step's pairs under the reference; kl:
+        KTO's z_0.
         """
         logprobs = pair_logprobs(self.policy, "policy", batch)
-        theirs = None if reference is None else torch.stack([reference[id(pair)] for pair in batch.items])
+        theirs = None if reference is None else reference[[*batch.rows]]
         loss, metrics = preference_loss(self.config.dpo, logprobs, theirs, batch.items, kl=kl, denominator=count)
         chosen, rejected = (logprobs.detach().sum(0) / count).unbind()
         return loss, {**metrics, "policy/chosen_logprobs": chosen, "policy/rejected_logprobs": rejected}

@@ -14,6 +14,7 @@ or grpo.minibatch_size say otherwise.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,24 +22,22 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
-from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.generation.sample import (
+    Logprobs,
     Sample,
     conversations,
-    fill,
-    kl,
     loss_mask,
     num_episodes,
     rewards_of,
     scores_of,
     token_rewards_of,
 )
-from tinyrl.models.batch import Batch
+from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
+from tinyrl.training.policy_loss import Counts, PolicyLossOptions
 
 if TYPE_CHECKING:
     from tinyrl.config.method_sections import GrpoConfig
@@ -48,73 +47,51 @@ if TYPE_CHECKING:
 class Grpo(OnPolicy):
     def train(self, run: Run) -> None:
         config = self.config.grpo
-        kl_coef = 0.0 if config.kl_in_reward else config.kl_coef
         for step in run.steps():
             # 1. A group of responses for each prompt, and their scores.
             with run.timed("rollout"):
                 episodes, rewards = self.sample_groups(run, step)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
-                partition = run.partition(samples, size=config.minibatch_size)
+                minibatches = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference, and before the update.
             run.updater.measure(self.trial_passes(samples))
             with run.timed("reference"):
-                measured = self.compute_logprobs(run, samples, partition, scored=kl_in_score(config))
-            taught = self.ask_teacher(run, samples)
+                logprobs, measured = self.compute_logprobs(run, samples, minibatches, scored=kl_in_score(config))
+            teacher, taught = self.ask_teacher(run, samples)
             recorded = self.record_prompts(run, step)
-            run.start_update(**rewards, **self.metrics(samples), **measured, **taught, **recorded)
+            run.start_update(**rewards, **self.metrics(samples, logprobs), **measured, **taught, **recorded)
             # 3. How much better a response is than its group; an agent's conversations share their episode's.
-            advantages = group_relative(samples[: num_episodes(samples)], config, weights=self.collector.scorer.weights)
+            firsts = samples[: num_episodes(samples)]
+            advantages = group_relative(firsts, config, logprobs, weights=self.collector.scorer.weights)
             advantages = advantages[[sample.episode for sample in samples]]
-            fill(samples, "advantage", advantages)
+            mask = loss_mask(samples)
+            inputs = LossInputs(
+                mask=mask,
+                sampled=logprobs.sampled,
+                advantage=advantages if advantages.dim() == 2 else advantages.unsqueeze(1).expand(mask.shape),
+                old=logprobs.old,
+                reference=logprobs.reference,
+            )
             # 4. An optimizer step for each minibatch.
+            experience = Experience(samples, inputs, teacher)
             with run.timed("update"):
-                for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
+                for minibatch in run.minibatches(experience, minibatches, num_epochs=config.num_epochs):
                     counts = Counts.of(minibatch)
                     loss = partial(
-                        self.loss,
+                        self.policy_terms,
+                        minibatch=minibatch,
                         counts=counts,
-                        kl_coef=kl_coef,
-                        inexact=not self.samples_exactly(run),
+                        options=loss_options(
+                            config,
+                            max_new_tokens=self.config.generation.max_new_tokens,
+                            inexact=not self.samples_exactly(run),
+                        ),
                         measure_gap=self.measures_gap(run),
                     )
-                    passes = [Pass("policy", minibatch, loss)] if counts.tokens else []
+                    passes = [Pass("policy", minibatch.samples, loss)] if counts.tokens else []
                     run.metrics.add(run.updater.step(passes, train=["policy"]))
-            self.record(run, samples, advantages, step)
+            self.record(run, step, experience, advantages)
             run.end_step(**self.update_controllers(run, samples))
-
-    def loss(
-        self, batch: Batch, *, counts: Counts, kl_coef: float, inexact: bool, measure_gap: bool
-    ) -> tuple[Tensor, Metrics]:
-        """Compute the loss of a micro-batch of a minibatch with `counts`; the policy must be acting. inexact: whether
-        tokens are sampled with other numerics than training uses.
-
-        surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
-        """
-        config = self.config.grpo
-        teacher = self.teacher
-        states = self.policy.policy_states(batch)
-        logprobs, entropy = self.policy.logprobs(
-            "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
-        )
-        loss, metrics = policy_loss(
-            logprobs,
-            entropy,
-            batch,
-            counts,
-            config,
-            kl_coef=kl_coef,
-            max_new_tokens=self.config.generation.max_new_tokens,
-            inexact=inexact,
-        )
-        if teacher is not None and self.teacher_coef > 0:
-            distance, of_distance = teacher.distance(batch, states, counts)
-            loss = loss + self.teacher_coef * distance
-            metrics = of_distance | metrics
-        if measure_gap:
-            metrics |= sampling_gap(logprobs, batch, counts)
-        if only_rounding(logprobs, batch, config, kl_coef=kl_coef, teacher_coef=self.teacher_coef):
-            loss = loss.detach()
-        return loss, metrics
 
     def sample_groups(self, run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
@@ -148,9 +125,26 @@ class Grpo(OnPolicy):
         if config.dynamic_sampling_rounds:
             metrics["reward/zero_spread_kept"] = len(flat) / count
             for place in flat:
-                for sample in samples[place * size : (place + 1) * size]:
-                    sample.in_loss = False
+                group = samples[place * size : (place + 1) * size]
+                samples[place * size : (place + 1) * size] = [replace(sample, in_loss=False) for sample in group]
         return samples, metrics
+
+
+def loss_options(config: GrpoConfig, *, max_new_tokens: int, inexact: bool) -> PolicyLossOptions:
+    """Return what the loss of an optimizer step is made of; inexact: as PolicyLossOptions has it."""
+    return PolicyLossOptions(
+        clip_eps=config.clip_eps,
+        kl_coef=0.0 if config.kl_in_reward else config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        max_new_tokens=max_new_tokens,
+        inexact=inexact,
+        surrogate=config.surrogate,
+        clip_eps_high=config.clip_eps_high,
+        aggregation=config.aggregation,
+        importance_correction=config.importance_correction,
+        kl_unbiased=config.kl_unbiased,
+    )
 
 
 def kl_in_score(config: GrpoConfig) -> bool:
@@ -158,7 +152,9 @@ def kl_in_score(config: GrpoConfig) -> bool:
     return config.kl_in_reward and config.kl_coef > 0 and config.advantage in ("group", "leave-one-out")
 
 
-def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor | None = None) -> Tensor:
+def group_relative(
+    samples: list[Sample], config: GrpoConfig, logprobs: Logprobs, *, weights: Tensor | None = None
+) -> Tensor:
     """Compute advantages (B,) or (B, T) of whole groups, by `grpo.advantage`. The returns of REINFORCE++ are whitened
     over the step; others compare score - kl_coef * summed k1 with the group; GDPO each reward, with its weight.
 
@@ -173,11 +169,11 @@ def group_relative(samples: list[Sample], config: GrpoConfig, *, weights: Tensor
         if config.advantage == "reinforce++-baseline":  # REINFORCE++-baseline: against the group first
             against_group = group_advantages(scores, group_size=group_size, scale="none")
         kl_coef = config.kl_coef if config.kl_in_reward else 0.0
-        rewards = token_rewards_of(samples, kl(samples, mask), kl_coef=kl_coef, scores=against_group)
+        rewards = token_rewards_of(samples, logprobs.kl(mask), kl_coef=kl_coef, scores=against_group)
         return masked_whiten(discounted_returns(rewards, mask, gamma=1.0), mask)
     penalties = torch.zeros_like(scores)
     if kl_in_score(config):
-        penalties = config.kl_coef * kl(samples, loss_mask(samples, "rewarded")).sum(1)
+        penalties = config.kl_coef * logprobs.kl(loss_mask(samples, "rewarded")).sum(1)
         penalties = torch.where(scores.isnan(), torch.nan, penalties)
     if config.advantage == "leave-one-out":
         return rloo_advantages(scores - penalties, group_size=group_size)

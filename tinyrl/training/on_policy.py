@@ -14,22 +14,24 @@ from tinyrl.algorithms.masking import masked_mean
 from tinyrl.config.method_sections import PolicyGradientSection
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.generation.sample import (
+    Logprobs,
     Sample,
     apply_length_rules,
     environment_metrics,
-    fill,
-    kl,
     kl_per_response,
     length_metrics,
     loss_mask,
     num_episodes,
     rewards_of,
+    sampled_logprobs,
     scores_of,
+    token_rewards_of,
 )
-from tinyrl.models.batch import Batch, Tokens, padded
+from tinyrl.models.batch import Batch, Tokens
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
+    TokenColumns,
     completion_text,
     room_for_samples,
     sample_key,
@@ -39,7 +41,14 @@ from tinyrl.rollout.records import (
 )
 from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method
-from tinyrl.training.policy_loss import ROUNDING
+from tinyrl.training.policy_loss import (
+    ROUNDING,
+    Counts,
+    PolicyLossOptions,
+    only_rounding,
+    policy_loss,
+    sampling_gap,
+)
 from tinyrl.training.prompt_sampler import PassRates, PromptSampler
 
 if TYPE_CHECKING:
@@ -47,6 +56,7 @@ if TYPE_CHECKING:
 
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt
+    from tinyrl.training.experience import Experience, TeacherOutputs
     from tinyrl.training.run import Run
     from tinyrl.training.teacher import Teacher
     from tinyrl.workers.calls import WorkerFunction
@@ -81,7 +91,8 @@ class OnPolicy(Method):
         if self.config.learns_from_teacher:
             from tinyrl.training.teacher import LocalTeacher, ServerTeacher  # with the client of servers
 
-            self.teacher = (ServerTeacher if self.config.teacher.kind == "server" else LocalTeacher)(self)
+            kind = ServerTeacher if self.config.teacher.kind == "server" else LocalTeacher
+            self.teacher = kind(self.policy, collector, self.config)
 
     @property
     def rows_of_epoch(self) -> tuple[int, int]:
@@ -171,7 +182,7 @@ class OnPolicy(Method):
         """Sample and score a group for each prompt; failing rewards are counted, shown, and eventually stop the run."""
         run.display.phase("sampling")
         samples = self.collector.collect(prompts, group_size=self.group_size, step=step)
-        apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
+        samples = apply_length_rules(samples, self.config.reward, max_new_tokens=self.config.generation.max_new_tokens)
         self.sampler.update(prompts, scores_of(samples))
         for note in self.collector.notes():
             run.display.note(note)
@@ -250,9 +261,10 @@ class OnPolicy(Method):
         return (loss + entropy.sum() if with_entropy else loss), {}
 
     def compute_logprobs(
-        self, run: Run, samples: list[Sample], minibatches: list[list[Sample]], *, scored: bool = False
-    ) -> dict[str, float]:
-        """Set `ref` where a KL needs it, and `old` where the ratio does; return what the passes have measured.
+        self, run: Run, samples: list[Sample], minibatches: list[list[int]], *, scored: bool = False
+    ) -> tuple[Logprobs, dict[str, float]]:
+        """Compute `reference` where a KL needs it, and `old` where the ratio does; return the log-probabilities, and
+        what the passes have measured. minibatches: places of samples.
 
         All passes are over each minibatch by itself, of the update's own micro-batches, so that one policy has the same
         numbers in all of them: the ratio is 1 before the first optimizer step, and a policy that is its reference has a
@@ -267,35 +279,40 @@ class OnPolicy(Method):
         """
         tokens: Tokens = "rewarded" if scored else "loss"
         exact = self.samples_exactly(run)
-        compute = partial(self._fill_logprobs, run, minibatches, tokens=tokens)
+        compute = partial(self._logprobs_by_minibatch, run, samples, minibatches, tokens=tokens)
         measured: dict[str, float] = {}
-        if self.reads_reference:
-            compute("ref", role="reference")
+        sampled = sampled_logprobs(samples)
+        reference = compute("reference") if self.reads_reference else None
+        old = None
         if self.uses_old_logprobs and exact:
-            fill(samples, "old", padded(samples, "logprobs"))
+            old = sampled
         elif self.uses_old_logprobs:
-            compute("old", role="policy")
-            gap = (padded(samples, "old") - padded(samples, "logprobs")).abs()
-            measured["policy/sampling_gap"] = float(masked_mean(gap, loss_mask(samples)))
+            old = compute("policy")
+            measured["policy/sampling_gap"] = float(masked_mean((old - sampled).abs(), loss_mask(samples)))
+        found = Logprobs(sampled=sampled, reference=reference, old=old)
         if self.reads_reference and self.config.policy_gradient.kl_in_reward:
-            farthest = kl(samples, loss_mask(samples, tokens)).abs().max()
+            farthest = found.kl(loss_mask(samples, tokens)).abs().max()
             as_sampled = exact or not self.uses_old_logprobs
             if as_sampled and (farthest <= NEAR or not exact):
-                compute("rescored", role="policy")
-        return measured
+                rescored = compute("policy")
+                found = Logprobs(sampled=sampled, reference=reference, old=old, rescored=rescored)
+        return found, measured
 
-    def _fill_logprobs(
+    def _logprobs_by_minibatch(
         self,
         run: Run,
-        minibatches: list[list[Sample]],
-        name: str,
-        *,
+        samples: list[Sample],
+        minibatches: list[list[int]],
         role: Literal["policy", "reference"],
+        *,
         tokens: Tokens,
-    ) -> None:
-        """Set a field of the samples to their log-probabilities under a role, by a pass over each minibatch."""
-        for minibatch in minibatches:
-            fill(minibatch, name, self.logprobs(run, minibatch, role, tokens=tokens))
+    ) -> Tensor:
+        """Compute the log-probabilities (B, T) of samples under a role, by a pass over each minibatch."""
+        found = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
+        for rows in minibatches:
+            of_minibatch = self.logprobs(run, [samples[row] for row in rows], role, tokens=tokens)
+            found[rows, : of_minibatch.shape[1]] = of_minibatch
+        return found
 
     def logprobs(
         self,
@@ -311,12 +328,49 @@ class OnPolicy(Method):
         compute = partial(self.policy.logprobs, role, temperature=self.temperature)
         return self.policy.map_samples(lambda b: compute(b)[:1], samples, role=role, tokens=tokens, among=among)[0]
 
-    def ask_teacher(self, run: Run, samples: list[Sample]) -> dict[str, float]:
-        """Score the samples by the teacher, if there is one; return its metrics."""
+    def ask_teacher(self, run: Run, samples: list[Sample]) -> tuple[TeacherOutputs | None, dict[str, float]]:
+        """Score the samples by the teacher, if there is one; return what it says, and metrics of that."""
         if self.teacher is None:
-            return {}
+            return None, {}
         with run.timed("teacher"):
-            return self.teacher.score(samples)
+            outputs = self.teacher.score(samples, self.teacher.prompts(samples))
+        return outputs, self.teacher.metrics(samples, outputs)
+
+    # ---- the loss of a micro-batch ----
+
+    def policy_terms(
+        self,
+        batch: Batch,
+        states: Tensor | None = None,
+        *,
+        minibatch: Experience,
+        counts: Counts,
+        options: PolicyLossOptions,
+        measure_gap: bool,
+    ) -> tuple[Tensor, Metrics]:
+        """Compute the policy's loss of a micro-batch of a minibatch with `counts`; the policy must be acting. states
+        (N, H): the policy's, where they are known already.
+
+        surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
+        """
+        states = self.policy.policy_states(batch) if states is None else states
+        logprobs, entropy = self.policy.logprobs(
+            "policy", batch, temperature=self.temperature, states=states, entropy_grad=options.entropy_coef > 0
+        )
+        inputs = minibatch.inputs.of(batch)
+        loss, metrics = policy_loss(logprobs, entropy, inputs, counts, options)
+        has_teacher = self.teacher is not None and self.teacher_coef > 0
+        if self.teacher is not None and minibatch.teacher is not None and has_teacher:
+            distance, of_distance = self.teacher.distance(batch, states, minibatch.teacher, counts)
+            loss = loss + self.teacher_coef * distance
+            metrics = of_distance | metrics
+        if measure_gap:
+            metrics |= sampling_gap(logprobs, inputs, counts)
+        has_advantage = bool(minibatch.inputs.advantage[[*batch.rows]].any())  # on the CPU: a GPU would wait for it
+        learns = has_advantage or has_teacher or options.entropy_coef > 0
+        if not learns and only_rounding(logprobs, inputs, kl_coef=options.kl_coef):
+            loss = loss.detach()
+        return loss, metrics
 
     # ---- metrics and records ----
 
@@ -330,7 +384,8 @@ class OnPolicy(Method):
         """
         controllers = run.state.controllers
         norms, _ = run.metrics.sums.get("optim/grad_norm", (None, 0))  # None: only the critic is trained
-        controllers.flat_steps += norms == 0.0
+        if norms == 0.0:
+            controllers.flat_steps += 1
         if not any(sample.rewarded for sample in samples):
             controllers.unrewarded_steps += 1
         gap, count = run.metrics.sums.get("policy/sampling_gap", (0.0, 1))
@@ -344,24 +399,29 @@ class OnPolicy(Method):
         return {"optim/flat_steps": controllers.flat_steps}
 
     def record(
-        self, run: Run, samples: list[Sample], advantages: Tensor, step: int, *, rewards: Tensor | None = None
+        self,
+        run: Run,
+        step: int,
+        experience: Experience,
+        advantages: Tensor,
+        *,
+        rewards: Tensor | None = None,
     ) -> None:
-        """Append some of the samples to samples.jsonl, with each one's mean advantage (before any whitening, so that it
-        reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens have
-        them. Rank 0 does it, and waits for nobody; no signal stops it, as a step's records are written once.
+        """Append some of the samples to samples.jsonl, with each one's mean of `advantages` (before any whitening, so
+        that it reads as a reward), and in a step that is evaluated to tokens.jsonl, with `rewards` (B, T) where tokens
+        have them. Rank 0 does it, and waits for nobody; no signal stops it, as a step's records are written once.
         """
         if not self.world.is_main:
             return
         folder = run.folder
         settings = self.config.run
+        samples = experience.samples
         how: dict[str, Any] = {"prompts": self.texts, "group_size": self.group_size}
         if run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
             with stop_held(), run.timed("evaluation"):
-                now = self.logprobs(run, shown, "policy", among=ALONE)
-                if rewards is not None:
-                    rows = {id(sample): row for row, sample in enumerate(samples)}
-                    rewards = rewards[[rows[id(sample)] for sample in shown]]
-                lines = token_lines(shown, new_logprobs=now, rewards=rewards, tokenizer=self.policy.tokenizer, **how)
+                columns = self.token_columns(run, experience.rows(shown), None if rewards is None else rewards[shown])
+                chosen = [samples[row] for row in shown]
+                lines = token_lines(chosen, columns, tokenizer=self.policy.tokenizer, **how)
                 numbered = ({"step": step + 1, **line} for line in lines)
                 room = MOST_TOKEN_BYTES * (step + 1) / settings.num_steps
                 folder.append(folder.tokens, numbered, most_bytes=room)
@@ -373,6 +433,21 @@ class OnPolicy(Method):
         lines = sample_lines(samples, texts, kind="train", names=scorer.names, advantages=advantages, **how)
         numbered = [{"step": step + 1, **line} for line in lines]
         folder.append(folder.samples, numbered, most_bytes=room_for_samples(step + 1, settings.num_steps))
+
+    def token_columns(self, run: Run, shown: Experience, rewards: Tensor | None) -> TokenColumns:
+        """Collect the numbers of each token that the update has seen, and its log-probability after that."""
+        inputs = shown.inputs
+        if rewards is None:
+            rewards = token_rewards_of(shown.samples, torch.zeros(inputs.mask.shape), kl_coef=0.0)
+        return TokenColumns(
+            advantage=inputs.advantage,
+            old=inputs.sampled if inputs.old is None else inputs.old,
+            ref=inputs.reference,
+            value=inputs.values,
+            teacher=None if shown.teacher is None else shown.teacher.logprobs,
+            reward=rewards,
+            new=self.logprobs(run, shown.samples, "policy", among=ALONE),
+        )
 
     def reward_metrics(self, samples: list[Sample]) -> dict[str, float]:
         """Measure mean and spread of the rewards, the mean of each by name, samples without one."""
@@ -390,13 +465,13 @@ class OnPolicy(Method):
                 out[f"reward/{name}"] = float(applies.mean())
         return out | self.collector.scorer.metrics()
 
-    def metrics(self, samples: list[Sample]) -> dict[str, float]:
+    def metrics(self, samples: list[Sample], logprobs: Logprobs | None = None) -> dict[str, float]:
         """Measure the samples besides their rewards: lengths, truncation, turns, KL in nats per response (by the update
         where the KL is in the loss of a single optimizer step).
         """
         out = {**environment_metrics(samples), **length_metrics(samples)}
-        if samples[0].ref is None or not any(sample.in_loss for sample in samples):
+        if logprobs is None or logprobs.reference is None or not any(sample.in_loss for sample in samples):
             return out
         if self.uses_old_logprobs or self.config.policy_gradient.kl_in_reward:
-            out["objective/kl"], _ = kl_per_response(samples)
+            out["objective/kl"], _ = kl_per_response(samples, logprobs)
         return out

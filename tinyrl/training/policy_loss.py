@@ -8,9 +8,8 @@ gradient. To add a surrogate, write a function as `cispo_loss` in algorithms/los
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -28,13 +27,34 @@ from tinyrl.algorithms.losses import (
 from tinyrl.algorithms.masking import Aggregation, masked_sum
 
 if TYPE_CHECKING:
-    from tinyrl.config.method_sections import GrpoConfig, PpoConfig
-    from tinyrl.generation.sample import Sample
-    from tinyrl.models.batch import Batch
+    from tinyrl.config.method_sections import Mismatch, Surrogate
+    from tinyrl.training.experience import Experience, LossInputs
 
 MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
 RATIO_CAP = 5.0  # of CISPO's importance weights
 ROUNDING = 1e-4  # nats a token: two passes of one policy in float32 are nearer (3.4e-5 seen with 135M parameters)
+
+
+@dataclass(frozen=True)
+class PolicyLossOptions:
+    """What the policy loss of an optimizer step is made of. The defaults are what PPO's paper fixes, and GRPO's family
+    varies.
+
+    kl_coef: weight of a KL in the loss (0: none); inexact: tokens are sampled with other numerics than training uses
+    (bfloat16, other kernels), which `importance_correction` corrects for; clip_eps_high: None is clip_eps.
+    """
+
+    clip_eps: float
+    kl_coef: float
+    kl_estimator: Literal["k1", "k2", "k3"]
+    entropy_coef: float
+    max_new_tokens: int
+    inexact: bool
+    surrogate: Surrogate = "clip"
+    clip_eps_high: float | None = None
+    aggregation: Aggregation = "token"
+    importance_correction: Mismatch = "token"
+    kl_unbiased: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,15 +72,17 @@ class Counts:
     taught: int
 
     @classmethod
-    def of(cls, minibatch: Sequence[Sample]) -> Counts:
+    def of(cls, minibatch: Experience) -> Counts:
         """Count a minibatch."""
-        in_loss = [sum(sample.listed("loss")[0]) for sample in minibatch]
-        taught = [count for sample, count in zip(minibatch, in_loss, strict=True) if sample.taught]
+        samples = minibatch.samples
+        in_loss = [sum(sample.listed("loss")[0]) for sample in samples]
+        is_taught = [True] * len(samples) if minibatch.teacher is None else minibatch.teacher.taught
+        taught = [count for count, scored in zip(in_loss, is_taught, strict=True) if scored]
         return cls(
             tokens=sum(in_loss),
             sequences=sum(count > 0 for count in in_loss),
-            episodes=len({sample.episode for sample in minibatch if sample.in_loss}),
-            rows=len(minibatch),
+            episodes=len({sample.episode for sample in samples if sample.in_loss}),
+            rows=len(samples),
             taught=sum(taught),
         )
 
@@ -72,40 +94,30 @@ class Counts:
 
 
 def policy_loss(
-    logprobs: Tensor,
-    entropy: Tensor,
-    batch: Batch,
-    counts: Counts,
-    config: GrpoConfig | PpoConfig,
-    *,
-    kl_coef: float,
-    max_new_tokens: int,
-    inexact: bool,
+    logprobs: Tensor, entropy: Tensor, inputs: LossInputs, counts: Counts, options: PolicyLossOptions
 ) -> tuple[Tensor, Metrics]:
     """Compute (loss, metrics) of a micro-batch; `counts` are those of its minibatch, so both add up over micro-batches.
 
-    logprobs, entropy (b, T) are the policy's, with a gradient; kl_coef is the weight of a KL in the loss (0: none);
-    inexact: tokens are sampled with other numerics than training uses (bfloat16, other kernels), which
-    `config.importance_correction` corrects for. Without `old` of the samples the pass's own values are the old ones, so
+    logprobs, entropy (b, T) are the policy's, with a gradient. Without `old` the pass's own values are the old ones, so
     that the ratio is 1.
 
     Metrics: the surrogate's, policy/entropy, with a KL policy/kl_loss and (without `old`) objective/kl, and where
     weights correct a mismatch between sampling and training policy/capped_weights, the share of tokens whose weight is
     above its cap.
     """
-    has_old = batch.items[0].old is not None
-    old = batch.padded("old") if has_old else logprobs.detach()
-    denominator = counts.denominator(config.aggregation, max_new_tokens=max_new_tokens)
-    loss, metrics = surrogate_loss(logprobs, old, batch, counts, config, denominator=denominator, inexact=inexact)
-    bonus, entropy_metrics = entropy_bonus(entropy, batch.mask, denominator=counts.tokens)
-    if config.entropy_coef > 0:
-        loss = loss - config.entropy_coef * bonus
-    if kl_coef > 0:
-        penalty, kl_metrics = kl_penalty(logprobs, old, batch, config, denominator=denominator)
-        loss = loss + kl_coef * penalty
+    old = logprobs.detach() if inputs.old is None else inputs.old
+    denominator = counts.denominator(options.aggregation, max_new_tokens=options.max_new_tokens)
+    loss, metrics = surrogate_loss(logprobs, old, inputs, counts, options, denominator=denominator)
+    bonus, entropy_metrics = entropy_bonus(entropy, inputs.mask, denominator=counts.tokens)
+    if options.entropy_coef > 0:
+        loss = loss - options.entropy_coef * bonus
+    if options.kl_coef > 0:
+        assert inputs.reference is not None
+        penalty, kl_metrics = kl_penalty(logprobs, old, inputs.reference, inputs.mask, options, denominator=denominator)
+        loss = loss + options.kl_coef * penalty
         metrics |= kl_metrics
-        if not has_old:
-            nats = masked_sum(k1(logprobs.detach(), batch.padded("ref")), batch.mask)
+        if inputs.old is None:
+            nats = masked_sum(k1(logprobs.detach(), inputs.reference), inputs.mask)
             metrics["objective/kl"] = nats / max(counts.episodes, 1)
     return loss, metrics | entropy_metrics
 
@@ -113,31 +125,30 @@ def policy_loss(
 def surrogate_loss(
     logprobs: Tensor,
     old: Tensor,
-    batch: Batch,
+    inputs: LossInputs,
     counts: Counts,
-    config: GrpoConfig | PpoConfig,
+    options: PolicyLossOptions,
     *,
     denominator: int,
-    inexact: bool,
 ) -> tuple[Tensor, Metrics]:
-    """Compute the surrogate (loss, metrics) that `config.surrogate` names, with importance weights where tokens are
+    """Compute the surrogate (loss, metrics) that `options.surrogate` names, with importance weights where tokens are
     sampled inexactly.
     """
-    mask = batch.mask
-    advantages = batch.padded("advantage")
+    mask = inputs.mask
+    advantages = inputs.advantage
     weights = None
     capped = None
-    if inexact and config.importance_correction != "none":
-        sampled = batch.padded("logprobs")
-        weights, capped = mismatch_weights(old, sampled, mask, mode=config.importance_correction, cap=MISMATCH_CAP)
-    if config.surrogate == "cispo":
+    if options.inexact and options.importance_correction != "none":
+        mode = options.importance_correction
+        weights, capped = mismatch_weights(old, inputs.sampled, mask, mode=mode, cap=MISMATCH_CAP)
+    if options.surrogate == "cispo":
         loss, metrics = cispo_loss(
             logprobs,
             old,
             advantages,
             mask,
             ratio_cap=RATIO_CAP,
-            aggregation=config.aggregation,
+            aggregation=options.aggregation,
             denominator=denominator,
             token_weights=weights,
             metric_denominator=counts.tokens,
@@ -148,10 +159,10 @@ def surrogate_loss(
             old,
             advantages,
             mask,
-            clip_eps=config.clip_eps,
-            clip_eps_high=config.clip_eps_high,
-            ratio_level="sequence" if config.surrogate == "sequence" else "token",
-            aggregation=config.aggregation,
+            clip_eps=options.clip_eps,
+            clip_eps_high=options.clip_eps_high,
+            ratio_level="sequence" if options.surrogate == "sequence" else "token",
+            aggregation=options.aggregation,
             denominator=denominator,
             token_weights=weights,
             metric_denominator=counts.tokens,
@@ -162,34 +173,30 @@ def surrogate_loss(
 
 
 def kl_penalty(
-    logprobs: Tensor, old: Tensor, batch: Batch, config: GrpoConfig | PpoConfig, *, denominator: int
+    logprobs: Tensor, old: Tensor, reference: Tensor, mask: Tensor, options: PolicyLossOptions, *, denominator: int
 ) -> tuple[Tensor, Metrics]:
-    """Compute the KL to the reference in the loss, with `config.kl_unbiased` multiplied by the ratio."""
-    kl = ESTIMATORS[config.kl_estimator](logprobs, batch.padded("ref"))
-    ratio = importance_ratio(logprobs, old, batch.mask) if config.kl_unbiased else None
-    return kl_loss(kl, batch.mask, aggregation=config.aggregation, denominator=denominator, ratio=ratio)
+    """Compute the KL to the reference in the loss, with `options.kl_unbiased` multiplied by the ratio."""
+    kl = ESTIMATORS[options.kl_estimator](logprobs, reference)
+    ratio = importance_ratio(logprobs, old, mask) if options.kl_unbiased else None
+    return kl_loss(kl, mask, aggregation=options.aggregation, denominator=denominator, ratio=ratio)
 
 
-def sampling_gap(logprobs: Tensor, batch: Batch, counts: Counts) -> Metrics:
+def sampling_gap(logprobs: Tensor, inputs: LossInputs, counts: Counts) -> Metrics:
     """Compute policy/sampling_gap, the mean |training - sampling| log-probability of a token before an update."""
-    gap = masked_sum((logprobs.detach() - batch.padded("logprobs")).abs(), batch.mask)
+    gap = masked_sum((logprobs.detach() - inputs.sampled).abs(), inputs.mask)
     return {"policy/sampling_gap": gap / counts.tokens}
 
 
-def only_rounding(
-    logprobs: Tensor, batch: Batch, config: GrpoConfig | PpoConfig, *, kl_coef: float, teacher_coef: float
-) -> bool:
-    """Return whether rounding is all that the gradient of a micro-batch would be.
+def only_rounding(logprobs: Tensor, inputs: LossInputs, *, kl_coef: float) -> bool:
+    """Return whether rounding is all that the gradient of a micro-batch would be, in which all advantages are 0 and
+    nothing is added for entropy or a teacher.
 
-    All advantages are 0, nothing is added for entropy or a teacher, and the KL in the loss, if any, is that of a policy
-    which is its reference (no log-probability of a token in the loss is further than ROUNDING from it). Adam divides a
-    gradient by its own size, so it would make a full step of such noise.
+    The KL in the loss, if any, is then that of a policy which is its reference: no log-probability of a token in the
+    loss is further than ROUNDING from it. Adam divides a gradient by its own size, so it would make a full step of such
+    noise.
     """
-    if config.entropy_coef > 0 or teacher_coef > 0:
-        return False
-    if any(sample.has_advantage for sample in batch.items):
-        return False
     if kl_coef == 0:
         return True
-    distance = (logprobs.detach() - batch.padded("ref")).abs()
-    return bool(torch.where(batch.mask, distance, 0.0).max() <= ROUNDING)
+    assert inputs.reference is not None
+    distance = (logprobs.detach() - inputs.reference).abs()
+    return bool(torch.where(inputs.mask, distance, 0.0).max() <= ROUNDING)

@@ -32,9 +32,8 @@ has. The tokens that count are sft's; task.system_prompt is not put before them.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,21 +44,23 @@ from tinyrl.algorithms.losses import Metrics, clipped_value_loss
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import batch_indices, fingerprint
-from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_response, loss_mask, token_rewards_of
-from tinyrl.models.batch import Batch, Example, Item, padded
+from tinyrl.generation.sample import Logprobs, Sample, conversations, kl_per_response, loss_mask, token_rewards_of
+from tinyrl.models.batch import Batch, Example, Item
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.signals import watched
+from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
+from tinyrl.training.policy_loss import Counts, PolicyLossOptions
 from tinyrl.training.rows import join_turns
 from tinyrl.training.run import Run
 from tinyrl.training.sft import negative_log_likelihood, turns_of
 
 TEXT = "ppo.ptx_data"
 PTX_ROWS = 16  # of text, per optimizer step
+LossOfStates = Callable[[Batch, Tensor], tuple[Tensor, Metrics]]  # of a micro-batch, from states that are known
 KL_HORIZON = 10_000  # completions over which kl_coef adapts (Ziegler et al.)
 
 
@@ -94,140 +95,125 @@ class Ppo(OnPolicy):
                 episodes = self.collect(run, self.prompts(run, step), step)
                 rewards_by_name = self.reward_metrics(episodes)
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
-                partition = run.partition(samples, size=config.minibatch_size)
+                minibatches = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
             run.updater.measure(self.trial_passes(samples))
             with run.timed("reference"):
-                measured = self.compute_logprobs(run, samples, partition)
+                logprobs, measured = self.compute_logprobs(run, samples, minibatches)
             with run.timed("values"):
-                self.predict_values(samples)
-            taught = self.ask_teacher(run, samples)
+                values = self.predict_values(samples)
+            teacher, taught = self.ask_teacher(run, samples)
             recorded = self.record_prompts(run, step)
-            metrics = self.metrics(samples) | measured | taught | recorded
+            metrics = self.metrics(samples, logprobs) | measured | taught | recorded
             metrics["objective/kl_coef"] = kl_coef
             run.start_update(**rewards_by_name, **metrics)
             # 3. One reward for each token.
             mask = loss_mask(samples)
-            values = padded(samples, "values")
-            penalised = kl(samples, mask if config.kl_in_reward else torch.zeros_like(mask))
+            penalised = logprobs.kl(mask if config.kl_in_reward else torch.zeros_like(mask))
             rewards = token_rewards_of(samples, penalised, kl_coef=kl_coef)
             # 4. Advantages, and the returns that the critic is to predict.
             advantages, returns = gae(rewards, values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-            learnt_from = masked_whiten(advantages, mask) if config.whiten_advantages else advantages
-            fill(samples, "advantage", learnt_from)
-            fill(samples, "returns", returns)
+            inputs = LossInputs(
+                mask=mask,
+                sampled=logprobs.sampled,
+                advantage=masked_whiten(advantages, mask) if config.whiten_advantages else advantages,
+                old=logprobs.old,
+                reference=logprobs.reference,
+                values=values,
+                returns=returns,
+            )
             # 5. Minibatches, each an optimizer step of the policy and of the critic.
             warming_up = step < critic.warmup_steps
             trained = ["critic"] if warming_up else ["policy", "critic"]
+            experience = Experience(samples, inputs, teacher)
             with run.timed("update"):
-                for minibatch in run.minibatches(partition, num_epochs=config.num_epochs):
+                for minibatch in run.minibatches(experience, minibatches, num_epochs=config.num_epochs):
                     passes = self.passes(run, minibatch, kl_coef=kl_coef, warming_up=warming_up)
                     run.metrics.add(run.updater.step(passes, train=trained))
             # 6. A KL above its target gets a larger weight from the next step on, one below it a smaller.
-            if config.target_kl is not None and samples[0].ref is not None and not warming_up:
-                controllers.kl_coef = adapted_kl_coef(samples, config.target_kl, kl_coef=kl_coef)
-            self.record(run, samples, advantages, step, rewards=rewards)
+            if config.target_kl is not None and logprobs.reference is not None and not warming_up:
+                controllers.kl_coef = adapted_kl_coef(samples, logprobs, config.target_kl, kl_coef=kl_coef)
+            self.record(run, step, experience, advantages, rewards=rewards)
             ended = self.update_controllers(run, samples)
             if mask.any():
                 ended["value/explained_variance"] = explained_variance(values, returns, mask)
             run.end_step(**ended)
 
-    def passes(self, run: Run, minibatch: list[Sample], *, kl_coef: float, warming_up: bool) -> list[Pass]:
+    def passes(self, run: Run, minibatch: Experience, *, kl_coef: float, warming_up: bool) -> list[Pass]:
         """Return the passes of an optimizer step: of policy and critic, or of both at once on one backbone; of the
         critic alone while it warms up; over text where there is a ppo.ptx_coef.
         """
-        config = self.config.ppo
         counts = Counts.of(minibatch)
-        of_policy = {
-            "counts": counts,
-            "kl_coef": 0.0 if config.kl_in_reward or not self.policy.has_reference else kl_coef,
-            "inexact": not self.samples_exactly(run),
-            "measure_gap": self.measures_gap(run),
-        }
-        if self.policy.critic_kind in ("shared", "shared-detached"):
-            passes = [Pass("policy", minibatch, partial(self.joint_loss, warming_up=warming_up, **of_policy))]
-        else:
-            passes = [Pass("critic", minibatch, partial(self.critic_loss, counts=counts))]
+        policy_terms = partial(
+            self.policy_terms,
+            minibatch=minibatch,
+            counts=counts,
+            options=self.loss_options(run, kl_coef=kl_coef),
+            measure_gap=self.measures_gap(run),
+        )
+        critic_loss = partial(self.critic_loss, minibatch=minibatch, counts=counts)
+        samples = minibatch.samples
+        on_one_backbone = self.policy.critic_kind in ("shared", "shared-detached")
+        passes = list[Pass]()
+        if counts.tokens and on_one_backbone:
+            joint = partial(self.joint_loss, policy_terms=policy_terms, critic_loss=critic_loss, warming_up=warming_up)
+            passes.append(Pass("policy", samples, joint))
+        elif counts.tokens:
             if not warming_up:
-                passes.insert(0, Pass("policy", minibatch, partial(self.actor_loss, **of_policy)))
-        if not counts.tokens:  # no token of this minibatch is in the loss
-            passes = []
-        if config.ptx_coef > 0 and not warming_up:
+                passes.append(Pass("policy", samples, policy_terms))
+            passes.append(Pass("critic", samples, critic_loss))
+        if self.config.ppo.ptx_coef > 0 and not warming_up:
             text = self.text_batch(run)
             tokens = sum(sum(one.learnt) for one in text)
             passes.append(Pass("policy", text, partial(self.text_loss, tokens=tokens)))
         return passes
 
-    # ---- losses of a micro-batch, divided by counts of its minibatch ----
-
-    def actor_loss(
-        self,
-        batch: Batch,
-        states: Tensor | None = None,
-        *,
-        counts: Counts,
-        kl_coef: float,
-        inexact: bool,
-        measure_gap: bool,
-    ) -> tuple[Tensor, Metrics]:
-        """Compute the policy's loss; the policy must be acting. states (N, H): the policy's, where they are known
-        already; inexact: whether tokens are sampled with other numerics than training uses.
-
-        surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
-        """
+    def loss_options(self, run: Run, *, kl_coef: float) -> PolicyLossOptions:
+        """Return what the policy's loss of the optimizer step under way is made of."""
         config = self.config.ppo
-        teacher = self.teacher
-        states = self.policy.policy_states(batch) if states is None else states
-        logprobs, entropy = self.policy.logprobs(
-            "policy", batch, temperature=self.temperature, states=states, entropy_grad=config.entropy_coef > 0
-        )
-        loss, metrics = policy_loss(
-            logprobs,
-            entropy,
-            batch,
-            counts,
-            config,
-            kl_coef=kl_coef,
+        return PolicyLossOptions(
+            clip_eps=config.clip_eps,
+            kl_coef=0.0 if config.kl_in_reward or not self.policy.has_reference else kl_coef,
+            kl_estimator=config.kl_estimator,
+            entropy_coef=config.entropy_coef,
             max_new_tokens=self.config.generation.max_new_tokens,
-            inexact=inexact,
+            inexact=not self.samples_exactly(run),
         )
-        if teacher is not None and self.teacher_coef > 0:
-            distance, of_distance = teacher.distance(batch, states, counts)
-            loss = loss + self.teacher_coef * distance
-            metrics = of_distance | metrics
-        if measure_gap:
-            metrics |= sampling_gap(logprobs, batch, counts)
-        if only_rounding(logprobs, batch, config, kl_coef=kl_coef, teacher_coef=self.teacher_coef):
-            loss = loss.detach()
-        return loss, metrics
 
-    def critic_loss(self, batch: Batch, states: Tensor | None = None, *, counts: Counts) -> tuple[Tensor, Metrics]:
+    # ---- losses of a micro-batch, divided by counts of its minibatch; that of the policy is `policy_terms` ----
+
+    def critic_loss(
+        self, batch: Batch, states: Tensor | None = None, *, minibatch: Experience, counts: Counts
+    ) -> tuple[Tensor, Metrics]:
         """Compute the value's clipped regression; the critic must be acting, or `states` of the policy be given."""
+        inputs = minibatch.inputs.of(batch)
+        assert inputs.values is not None
+        assert inputs.returns is not None
         return clipped_value_loss(
             self.policy.values(batch, states=states),
-            batch.padded("values"),
-            batch.padded("returns"),
-            batch.mask,
+            inputs.values,
+            inputs.returns,
+            inputs.mask,
             value_clip_eps=self.config.ppo.value_clip_eps,
             denominator=counts.tokens,
         )
 
-    def joint_loss(self, batch: Batch, *, warming_up: bool, counts: Counts, **of_policy: Any) -> tuple[Tensor, Metrics]:
-        """Compute both losses from one forward pass of the policy; of_policy: as `actor_loss` takes them.
+    def joint_loss(
+        self, batch: Batch, *, policy_terms: LossOfStates, critic_loss: LossOfStates, warming_up: bool
+    ) -> tuple[Tensor, Metrics]:
+        """Compute both losses from one forward pass of the policy.
 
         With critic.kind=shared the value's gradient, weighted by ppo.value_coef, reaches the backbone, but not while
         the critic warms up; with shared-detached it never does.
         """
         states = self.policy.policy_states(batch)
         moves_backbone = self.policy.critic_kind == "shared" and not warming_up
-        value_loss, value_metrics = self.critic_loss(
-            batch, states if moves_backbone else states.detach(), counts=counts
-        )
+        value_loss, value_metrics = critic_loss(batch, states if moves_backbone else states.detach())
         if warming_up:
             return value_loss, value_metrics
-        actor_loss, metrics = self.actor_loss(batch, states, counts=counts, **of_policy)
+        policy_loss, metrics = policy_terms(batch, states)
         value_coef = self.config.ppo.value_coef if moves_backbone else 1.0
-        return actor_loss + value_coef * value_loss, metrics | value_metrics
+        return policy_loss + value_coef * value_loss, metrics | value_metrics
 
     def text_loss(self, batch: Batch, *, tokens: int) -> tuple[Tensor, Metrics]:
         """Compute ptx_coef * the mean of -log pi over the text's tokens. Metric: policy/ptx_loss, without ptx_coef."""
@@ -251,14 +237,15 @@ class Ppo(OnPolicy):
 
     # ---- values and text ----
 
-    def predict_values(self, samples: list[Sample]) -> None:
+    def predict_values(self, samples: list[Sample]) -> Tensor:
+        """Compute the critic's values (B, T) of the tokens in the loss."""
         policy = self.policy
         role = self.policy.value_role
 
         def compute(batch: Batch) -> tuple[Tensor]:
             return (policy.values(batch, states=None if role == "critic" else policy.policy_states(batch)),)
 
-        fill(samples, "values", policy.map_samples(compute, samples, role=role)[0])
+        return policy.map_samples(compute, samples, role=role)[0]
 
     def text_batch(self, run: Run) -> list[Example]:
         """Return the text of an optimizer step: the next PTX_ROWS rows of a stream of shuffled epochs."""
@@ -270,9 +257,9 @@ class Ppo(OnPolicy):
         return [example for row in rows for example in self.text[row]]
 
 
-def adapted_kl_coef(samples: list[Sample], target_kl: float, *, kl_coef: float) -> float:
+def adapted_kl_coef(samples: list[Sample], logprobs: Logprobs, target_kl: float, *, kl_coef: float) -> float:
     """Return the weight of the KL after this rollout: Ziegler et al. (1909.08593), section 2.2."""
-    observed, count = kl_per_response(samples)
+    observed, count = kl_per_response(samples, logprobs)
     if not math.isfinite(observed):  # such a rollout changed no weight either
         return kl_coef
     return next_kl_coef(kl_coef, observed_kl=observed, target_kl=target_kl, horizon=KL_HORIZON, num_samples=count)

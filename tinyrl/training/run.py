@@ -41,6 +41,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
+from tinyrl.training.experience import Experience
 from tinyrl.training.method import Method
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
@@ -212,7 +213,7 @@ class Run:
         self.state = state or RunState()
         self.until = config.run.num_steps if until is None else min(until, config.run.num_steps)
         self.on_step = on_step
-        self.minibatch: list[Sample] = []
+        self.minibatch: Experience | None = None
         self.update = 0
         self.metrics = StepMetrics()
         self._start: StepStart | None = None  # of the step under way
@@ -342,9 +343,9 @@ class Run:
         waits = "the trained weights are large, so the stop waits for the end of the update"
         self.display.note(f"{signal}: {waits}; the last one took {self._update_seconds:.0f} s")
 
-    def partition(self, samples: list[Sample], *, size: int | None) -> list[list[Sample]]:
-        """Split samples into the minibatches of a step: all conversations of `size` episodes each (None: of all), in an
-        order shuffled by (seed, step).
+    def partition(self, samples: list[Sample], *, size: int | None) -> list[list[int]]:
+        """Split samples into the minibatches of a step, places of samples each: all conversations of `size` episodes
+        (None: of all), in an order shuffled by (seed, step).
         """
         count = num_episodes(samples)
         size = size or count
@@ -352,10 +353,12 @@ class Run:
         minibatches = []
         for start in range(0, count, size):
             chosen = set(order[start : start + size])
-            minibatches.append([sample for sample in samples if sample.episode in chosen])
+            minibatches.append([row for row, sample in enumerate(samples) if sample.episode in chosen])
         return minibatches
 
-    def minibatches(self, partition: list[list[Sample]], *, num_epochs: int) -> Iterator[list[Sample]]:
+    def minibatches(
+        self, experience: Experience, partition: list[list[int]], *, num_epochs: int
+    ) -> Iterator[Experience]:
         """Yield the minibatch of each optimizer step: those of the partition, in each epoch in another order.
 
         A minibatch is the same in all epochs, and so are its micro-batches: other ones would compute, in bfloat16,
@@ -364,10 +367,10 @@ class Run:
         for epoch in range(num_epochs):
             order = self._shuffled(len(partition), epoch=epoch) if epoch else range(len(partition))
             for place in order:
-                self.minibatch = partition[place]
+                self.minibatch = experience.rows(partition[place])
                 yield self.minibatch
                 self.update += 1
-        self.minibatch = []
+        self.minibatch = None
 
     def _shuffled(self, count: int, *, epoch: int) -> list[int]:
         return seeded_permutation(f"minibatch {self.config.run.seed} {self.state.step} {epoch}", count)
@@ -584,7 +587,7 @@ class Run:
             return
         folder = self.folder.path / "nonfinite"
         step = self.state.step
-        facts = {"why": why, "samples": [sample.plain() for sample in self.minibatch]}
+        facts = {"why": why, "samples": [] if self.minibatch is None else self.minibatch.plain()}
         with contextlib.suppress(OSError):  # a full disk
             folder.mkdir(exist_ok=True)
             write_atomic(folder / f"step-{step:06d}-{self.updater.skipped}.json", json.dumps(facts))

@@ -157,7 +157,7 @@ class Updater:
         policy = self.policy
         checkpointing = policy.gradient_checkpointing() if policy.config.model.gradient_checkpointing else nullcontext()
         with policy.acting(one.role), checkpointing:
-            batch = policy.batch_of([one.items[row] for row in rows], last_tokens=one.last_tokens)
+            batch = policy.batch_of([one.items[row] for row in rows], last_tokens=one.last_tokens, rows=rows)
             with policy.run_device.autocast():
                 loss, metrics = one.loss(batch)
             if loss.requires_grad:

@@ -21,21 +21,22 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.errors import Interrupted
-from tinyrl.generation.sample import Sample, fill, loss_mask, sampled_rows
+from tinyrl.generation.sample import Sample, loss_mask, sampled_logprobs, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
-from tinyrl.models.batch import Batch, Example, padded
+from tinyrl.models.batch import Batch, Example
 from tinyrl.models.device import to_device
 from tinyrl.models.loading import check_ids, embedding_rows
 from tinyrl.models.logprobs import Head, TeacherStates, TeacherTopK, Teaching, distances, token_logprobs, top_k_of
 from tinyrl.models.micro_batches import Work
-from tinyrl.models.policy import Role
+from tinyrl.models.policy import Policy, Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
-from tinyrl.rollout.collect import prepare
+from tinyrl.rollout.collect import Collector, prepare
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
+from tinyrl.training.experience import TeacherOutputs
 
 if TYPE_CHECKING:
-    from tinyrl.training.on_policy import OnPolicy
+    from tinyrl.config.schema import Config
     from tinyrl.training.policy_loss import Counts
 
 SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
@@ -61,49 +62,66 @@ class PromptLogprobs(AnswerPart):
 
 
 class Teacher:
-    """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there."""
+    """Scores the tokens of samples: the log-probability of each in the loss, and its distribution there. config: that
+    of the run, with its number of steps.
+    """
 
-    def __init__(self, trainer: OnPolicy) -> None:
-        self.trainer = trainer
-        self.config = trainer.config.teacher
-        self.temperature = trainer.config.generation.temperature
-        self.positions = trainer.policy.positions  # most tokens of a prompt with its response; a subclass lowers it
-        self.hint = PrivilegedPrompt(self.config.hint, trainer) if self.config.hint else None
+    def __init__(self, policy: Policy, collector: Collector, config: Config) -> None:
+        self.policy = policy
+        self.config = config.teacher
+        self.world = policy.world
+        self.temperature = config.generation.temperature
+        self.positions = policy.positions  # most tokens of a prompt with its response; a subclass lowers it
+        self.longest_text = collector.longest_text
+        self.longest_response = collector.longest_response
+        self.hint = PrivilegedPrompt(self.config.hint, collector, config) if self.config.hint else None
 
     def check_room(self) -> None:
         """Raise ValueError where a sampled text of the run may have more tokens than the teacher has positions."""
-        longest = self.trainer.collector.longest_text
-        if longest > self.positions:
+        if self.longest_text > self.positions:
             raise ValueError(
                 f"teacher.path={self.config.path} has {self.positions} positions, and a prompt with its response may "
-                f"have {longest} tokens here: lower generation.max_new_tokens or generation.max_prompt_tokens"
+                f"have {self.longest_text} tokens here: lower generation.max_new_tokens or generation.max_prompt_tokens"
             )
 
-    def score(self, samples: list[Sample]) -> dict[str, float]:
-        """Set `teacher` and `teaching` of the samples, for tokens in the loss; returns metrics.
-
-        Samples that the hint has nothing for (no other response was right) are left out of the distance, and so out of
-        distillation; a policy loss beside the distance keeps them.
+    def prompts(self, samples: list[Sample]) -> Sequence[list[int] | None]:
+        """Return the teacher's prompt for each sample; None where the hint has nothing for it (no other response was
+        right). Distillation leaves such samples out; a policy loss beside the distance keeps them.
         """
-        prompts = [sample.prompt for sample in samples]
-        if self.hint is not None:
-            hinted = self.hint.prompts(samples, self.trainer)
-            for sample, tokens in zip(samples, hinted, strict=True):
-                sample.taught = tokens is not None
-                if self.trainer.config.method == "distill":
-                    sample.in_loss = sample.in_loss and sample.taught
-            prompts = [tokens or plain for tokens, plain in zip(hinted, prompts, strict=True)]
+        if self.hint is None:
+            return [sample.prompt for sample in samples]
+        return self.hint.prompts(samples, most_tokens=self.positions - self.longest_response)
+
+    def score(self, samples: list[Sample], prompts: Sequence[list[int] | None]) -> TeacherOutputs:
+        """Score the tokens of samples that are in the loss, behind the teacher's `prompts`, or their own."""
+        read = [sample.prompt if prompt is None else prompt for sample, prompt in zip(samples, prompts, strict=True)]
         mask = loss_mask(samples)
         masks = [row[: len(sample.response)] for row, sample in zip(mask.tolist(), samples, strict=True)]
-        of_tokens, teaching = self.outputs(prompts, [sample.response for sample in samples], masks)
+        of_tokens, teaching = self.outputs(read, [sample.response for sample in samples], masks)
         logprobs = torch.zeros(mask.shape)
         logprobs[mask] = of_tokens
-        fill(samples, "teacher", logprobs)
+        distributions = list[Teaching]()
         start = 0
-        for sample, count in zip(samples, mask.sum(1).tolist(), strict=True):
-            sample.teaching = teaching[start : start + count]
+        for count in mask.sum(1).tolist():
+            distributions.append(teaching[start : start + count])
             start += count
-        return teacher_metrics(samples)
+        return TeacherOutputs(logprobs, distributions, taught=[prompt is not None for prompt in prompts])
+
+    def metrics(self, samples: list[Sample], outputs: TeacherOutputs) -> dict[str, float]:
+        """Return teacher/logprob, the mean log-probability of a chosen token, and teacher/kl, how much larger the
+        policy's is (k1, the reverse KL in nats), also by quarters of a response. Given answers have no KL.
+        """
+        mask = loss_mask(samples) & torch.tensor(outputs.taught).unsqueeze(1)
+        out = {"teacher/logprob": float(masked_mean(outputs.logprobs, mask))}
+        mask = mask & sampled_rows(samples)
+        if mask.any():
+            apart = sampled_logprobs(samples) - outputs.logprobs
+            out["teacher/kl"] = float(masked_mean(apart, mask))
+            quarter = (mask.cumsum(1) - 1) * 4 // mask.sum(1, keepdim=True).clamp(min=1)
+            for i, key in enumerate(QUARTERS):
+                if (there := mask & (quarter == i)).any():
+                    out[key] = float(masked_mean(apart, there))
+        return out
 
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
@@ -111,58 +129,56 @@ class Teacher:
         """Return (log-probability of each of the M tokens under the masks (M,), the distributions there)."""
         raise NotImplementedError
 
-    def distance(self, batch: Batch, states: Tensor, counts: Counts) -> tuple[Tensor, Metrics]:
-        """Compute the distance of the policy to the teacher on a micro-batch, from the policy's states (N, H).
+    def distance(self, batch: Batch, states: Tensor, outputs: TeacherOutputs, counts: Counts) -> tuple[Tensor, Metrics]:
+        """Compute the distance of the policy to the teacher on a micro-batch, from the policy's states (N, H); outputs:
+        those for its minibatch.
 
         It is divided by the tokens of the minibatch that the teacher has scored, so that it adds up to their mean.
         Metrics: teacher/loss (the same), policy/entropy (nats per token in the loss).
         """
-        ours = self.trainer.policy.head("policy")
-        theirs = self.together(batch.items, states.device)
+        ours = self.policy.head("policy")
+        theirs = together([outputs.distributions[row] for row in batch.rows], states.device)
         if isinstance(theirs, TeacherStates):
             ours = first_tokens(ours, len(theirs.head.weight))
         found = distances(states, ours, theirs, temperature=self.temperature, beta=self.config.divergence)
-        taught = batch.padded("taught")[batch.row]
+        taught = to_device(torch.tensor([outputs.taught[row] for row in batch.rows]), states.device)[batch.row]
         distance = torch.where(taught, found.divergence, 0.0).sum() / max(1, counts.taught)
         entropy = found.entropy.sum().detach() / counts.tokens
         return distance, {"teacher/loss": distance.detach(), "policy/entropy": entropy}
 
-    def together(self, samples: Sequence[Sample], device: torch.device) -> Teaching:
-        """Concatenate the teacher's outputs for some samples' tokens in the loss, on a device."""
-        parts = [sample.teaching for sample in samples]
-        if isinstance(parts[0], TeacherStates):
-            states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
-            return TeacherStates(to_device(states, device), parts[0].head)
-        of_k = [part for part in parts if isinstance(part, TeacherTopK)]
-        ids = torch.cat([part.ids for part in of_k])
-        logprobs = torch.cat([part.logprobs for part in of_k])
-        return TeacherTopK(to_device(ids, device), to_device(logprobs, device))
+
+def together(parts: Sequence[Teaching], device: torch.device) -> Teaching:
+    """Concatenate a teacher's distributions for some samples' tokens, on a device."""
+    if isinstance(parts[0], TeacherStates):
+        states = torch.cat([part.states for part in parts if isinstance(part, TeacherStates)])
+        return TeacherStates(to_device(states, device), parts[0].head)
+    of_k = [part for part in parts if isinstance(part, TeacherTopK)]
+    ids = torch.cat([part.ids for part in of_k])
+    logprobs = torch.cat([part.logprobs for part in of_k])
+    return TeacherTopK(to_device(ids, device), to_device(logprobs, device))
 
 
 class LocalTeacher(Teacher):
     """A teacher on this machine, one of the policy's roles: it returns hidden states, or the top-k tokens."""
 
-    def __init__(self, trainer: OnPolicy) -> None:
-        super().__init__(trainer)
+    def __init__(self, policy: Policy, collector: Collector, config: Config) -> None:
+        super().__init__(policy, collector, config)
         self.role: Role = LOCAL[self.config.kind]
-        self.separate = trainer.policy.teacher_model if self.config.kind == "model" else None  # None: one of our roles
+        self.separate = policy.teacher_model if self.config.kind == "model" else None  # None: one of our roles
         if self.separate is not None:
             self.positions = min(self.positions, positions_of(self.separate.config.get_text_config()))
-            check_ids(
-                (prompt.tokens for prompt in trainer.collector.train_prompts), trainer.policy.tokenizer, self.separate
-            )
+            check_ids((prompt.tokens for prompt in collector.train_prompts), policy.tokenizer, self.separate)
         self.check_room()
 
     @property
     def head(self) -> Head:
         """Return the head's rows of tokens that the policy has too: beyond them is padding, of no text."""
-        return first_tokens(self.trainer.policy.head(self.role), len(self.trainer.policy.head("policy").weight))
+        return first_tokens(self.policy.head(self.role), len(self.policy.head("policy").weight))
 
     def outputs(
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
-        trainer = self.trainer
-        policy = self.trainer.policy
+        policy = self.policy
         role = self.role
         top_k = self.config.top_k
         if self.separate is not None:  # a token without a row there, of no text, becomes the last one
@@ -191,8 +207,8 @@ class LocalTeacher(Teacher):
                 found[0][where], found[1][where] = likeliest.ids, likeliest.logprobs
 
         with torch.no_grad(), policy.acting(role), policy.run_device.autocast():
-            policy.micro_batches.run(Work(policy.lengths(items), run), world=trainer.world)
-        trainer.world.sum(of_tokens, *found)
+            policy.micro_batches.run(Work(policy.lengths(items), run), world=self.world)
+        self.world.sum(of_tokens, *found)
         if top_k is not None:
             return of_tokens.cpu(), TeacherTopK(found[0].cpu(), found[1].cpu())
         head = self.head
@@ -212,9 +228,9 @@ def first_tokens(head: Head, count: int) -> Head:
 class ServerTeacher(Teacher):
     """vLLM at an address: it returns the top-k tokens (`prompt_logprobs`), at temperature 1."""
 
-    def __init__(self, trainer: OnPolicy) -> None:
-        super().__init__(trainer)
-        self.vocabulary = len(self.trainer.policy.head("policy").weight)
+    def __init__(self, policy: Policy, collector: Collector, config: Config) -> None:
+        super().__init__(policy, collector, config)
+        self.vocabulary = len(policy.head("policy").weight)
         self.client = ServerClient(str(self.config.path), setting="teacher.path")
         try:
             models = read_as(Models, self.client.get("/v1/models"), server=self.client, path="/v1/models")
@@ -222,7 +238,7 @@ class ServerTeacher(Teacher):
             served = models.data[0].max_model_len
             if served is not None:
                 self.positions = min(self.positions, served - 1)  # a request asks for one token behind the text
-            check_tokenizer(self.client, self.model, self.trainer.policy.tokenizer)
+            check_tokenizer(self.client, self.model, policy.tokenizer)
         except ServerError as error:
             raise ValueError(f"teacher.path: {error}") from None
         self.check_room()
@@ -231,7 +247,7 @@ class ServerTeacher(Teacher):
         self, prompts: list[list[int]], responses: list[list[int]], masks: list[list[bool]]
     ) -> tuple[Tensor, Teaching]:
         top_k = self.config.top_k or SERVER_TOP_K
-        world = self.trainer.world
+        world = self.world
         own = world.own(range(len(prompts)))
         asked = [{"model": self.model, "prompt": prompts[i] + responses[i], "max_tokens": 1, "temperature": 0.0,
                   "prompt_logprobs": top_k} for i in own]  # fmt: skip
@@ -270,44 +286,67 @@ class PrivilegedPrompt:
     nothing can ever fill in {correct} or {why}.
     """
 
-    def __init__(self, text: str, trainer: OnPolicy) -> None:
+    def __init__(self, text: str, collector: Collector, config: Config) -> None:
         self.text = text
-        config = trainer.config
-        scorer = trainer.collector.scorer
-        runner = trainer.collector.runner
+        self.collector = collector
+        self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}
+        self.solved_reward = config.task.solved_reward
         self.names = hint_names(text)
+        scorer = collector.scorer
         sampled = config.method != "distill" or config.distill.on_policy_fraction > 0
-        may_be = {CORRECT: scorer.names and config.on_policy.group_size > 1, WHY: scorer.functions or runner}
+        may_be = {CORRECT: scorer.names and config.on_policy.group_size > 1, WHY: scorer.functions or collector.runner}
         if any(name in self.names and not (sampled and there) for name, there in may_be.items()):
             raise ValueError(
                 "teacher.hint: {correct} needs a reward and several sampled responses a prompt (group_size), {why} a "
                 "reward function or judge that gives a text beside its score, or an environment"
             )
 
-    def prompts(self, samples: list[Sample], trainer: OnPolicy) -> list[list[int] | None]:
-        """Return the teacher's prompt for each sample; None where a value of the hint is missing."""
-        rows = [trainer.by_index[sample.row].row for sample in samples]
+    def prompts(self, samples: list[Sample], *, most_tokens: int) -> list[list[int] | None]:
+        """Return the teacher's prompt for each sample; None where a value of the hint is missing, and where a long hint
+        makes it more than `most_tokens`.
+        """
+        rows = [self.by_index[sample.row].row for sample in samples]
         found: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.names}
         if CORRECT in found:
-            found[CORRECT] = _correct(samples, trainer)
+            found[CORRECT] = self._correct(samples)
         if WHY in found:
             found[WHY] = [sample.comment or last_reply(sample) for sample in samples]
         values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
-        collector = trainer.collector
         prepared = prepare(
             [rows[place] for place in hinted],
-            policy=collector.policy,
-            task=collector.task,
-            runner=collector.runner,
+            policy=self.collector.policy,
+            task=self.collector.task,
+            runner=self.collector.runner,
             openings=openings,
         )
-        assert trainer.teacher is not None
-        # A prompt that a long hint leaves no room is not read.
-        room = trainer.teacher.positions - collector.longest_response
-        by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= room}
+        by_place = {hinted[prompt.index]: prompt.tokens for prompt in prepared if len(prompt.tokens) <= most_tokens}
         return [by_place.get(place) for place in range(len(samples))]
+
+    def _correct(self, samples: list[Sample]) -> list[str | None]:
+        """Return another right response of the group for each sample: with task.solved_reward by the task's verifier,
+        or else by the sum of rewards without length penalties.
+        """
+        collector = self.collector
+        scorer = collector.scorer
+        scores = torch.tensor([sample.scores for sample in samples])
+        if scorer.uses_verifier:  # it stands last, or before the environment's
+            scores = scores[:, -1 - scorer.environment_rewards]
+        elif collector.task.verify is not None:
+            transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
+            prompts = [self.by_index[sample.row] for sample in samples]
+            responses = [sample.response for sample in samples]
+            call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=collector.world)
+            scores = torch.tensor(call.values)
+        else:
+            scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
+        least = self.solved_reward - 1e-6  # sums of float32 miss it by rounding
+        right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
+        first = [
+            next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples
+        ]
+        return [None if one is None else scorer.text(one.response) for one in first]
 
 
 def last_reply(sample: Sample) -> str | None:
@@ -318,44 +357,3 @@ def last_reply(sample: Sample) -> str | None:
         if message["role"] != "assistant":
             return message["content"]
     return None
-
-
-def _correct(samples: list[Sample], trainer: OnPolicy) -> list[str | None]:
-    """Return another right response of the group for each sample: with task.solved_reward by the task's verifier, or
-    else by the sum of rewards without length penalties.
-    """
-    scorer = trainer.collector.scorer
-    scores = torch.tensor([sample.scores for sample in samples])
-    if scorer.uses_verifier:  # it stands last, or before the environment's
-        scores = scores[:, -1 - scorer.environment_rewards]
-    elif trainer.collector.task.verify is not None:
-        transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
-        prompts = [trainer.by_index[sample.row] for sample in samples]
-        responses = [s.response for s in samples]
-        call = scorer.verify(prompts, responses, transcripts=transcripts or None, world=trainer.world)
-        scores = torch.tensor(call.values)
-    else:
-        scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
-    least = trainer.config.task.solved_reward - 1e-6  # sums of float32 miss it by rounding
-    right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
-    first = [next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples]
-    return [None if one is None else scorer.text(one.response) for one in first]
-
-
-def teacher_metrics(samples: list[Sample]) -> dict[str, float]:
-    """Return teacher/logprob, the mean log-probability of a chosen token, and teacher/kl, how much larger the policy's
-    is (k1, the reverse KL in nats), also by quarters of a response. Given answers have no KL.
-    """
-    taught = torch.tensor([sample.taught for sample in samples]).unsqueeze(1)
-    mask = loss_mask(samples) & taught
-    logprobs = padded(samples, "teacher")
-    out = {"teacher/logprob": float(masked_mean(logprobs, mask))}
-    mask = mask & sampled_rows(samples)
-    if mask.any():
-        apart = padded(samples, "logprobs") - logprobs
-        out["teacher/kl"] = float(masked_mean(apart, mask))
-        quarter = (mask.cumsum(1) - 1) * 4 // mask.sum(1, keepdim=True).clamp(min=1)
-        for i, key in enumerate(QUARTERS):
-            if (there := mask & (quarter == i)).any():
-                out[key] = float(masked_mean(apart, there))
-    return out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import tempfile
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from tinyrl.config.schema import Config
 from tinyrl.errors import OutOfRoom
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
-from tinyrl.generation.sample import Sample
+from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
@@ -147,9 +146,9 @@ class UnsampledEngine(SamplingEngine):
         logprobs = [math.log(0.5)] * length
         groups = list[list[Sample]]()
         for request in requests:
-            one = Sample.opened(request.prompt_tokens, row=request.prompt_row)
+            one = SampleBuilder(request.prompt_tokens, row=request.prompt_row)
             one.chose(tokens, logprobs)
-            groups.append([copy.deepcopy(one) for _ in range(samples_per_request)])
+            groups.append([one.sample(finish="length")] * samples_per_request)
         return groups
 
 

@@ -79,7 +79,7 @@ def answers(collector: Collector, prompts: list[PreparedPrompt], samples: int, *
     """Sample and score some prompts as a step does."""
     sampled = collector.collect(prompts, group_size=samples, step=EVAL_STEP, greedy=greedy)
     config = collector.config
-    apply_length_rules(sampled, config.reward, max_new_tokens=config.generation.max_new_tokens)
+    sampled = apply_length_rules(sampled, config.reward, max_new_tokens=config.generation.max_new_tokens)
     return [answer_of(sample, prompts[i // samples], collector) for i, sample in enumerate(sampled)]
 
 
