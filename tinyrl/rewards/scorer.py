@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,43 @@ class Scores:
     rewards: Tensor
     failures: list[RowFailure] = field(default_factory=list)
     comments: list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Completions:
+    """What rewards score: B completions, as tokens, of B prompts, or the episodes that they are; each `group_size` are
+    of one prompt (None: all are). texts: as reward functions get them, on rank 0 of `world`.
+    """
+
+    prompts: list[PreparedPrompt]
+    tokens: list[list[int]]
+    episodes: list[Episode] | None
+    group_size: int | None
+    world: World
+    texts: list[Any] = field(default_factory=list)
+
+    @property
+    def transcripts(self) -> list[Transcript] | None:
+        return None if self.episodes is None else [episode.transcript for episode in self.episodes]
+
+
+@dataclass(frozen=True)
+class RewardSource:
+    """One of the rewards of a run. on_main: rank 0 calls it, since it is a person's code or a judge."""
+
+    name: str
+    weight: float
+    score: Callable[[Completions], RowResults]
+    on_main: bool
+
+
+def unique_names(names: list[str]) -> list[str]:
+    """Append the number of a reward to its name where an earlier one or a metric of rewards has that name."""
+    unique = list[str]()
+    for number, name in enumerate(names, start=1):
+        is_taken = name in names[: number - 1] or f"reward/{name}" in REWARD_STATISTICS
+        unique.append(f"{name}_{number}" if is_taken else name)
+    return unique
 
 
 class Scorer:
@@ -111,12 +149,31 @@ class Scorer:
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
             )
         self.environment_rewards = environment is not None and environment.rewards
-        others = (("model", self.has_model), (task.name, self.uses_verifier), ("environment", self.environment_rewards))
-        named = [f.name for f in self.functions] + [name for name, there in others if there]
-        free = [f"reward/{name}" not in REWARD_STATISTICS and named.index(name) == i for i, name in enumerate(named)]
-        self.names = [name if free[i] else f"{name}_{i + 1}" for i, name in enumerate(named)]
-        self.weights = torch.tensor([f.weight for f in self.functions] + [1.0] * (len(named) - len(self.functions)))
+        self.sources = self._sources()
+        self.names = [source.name for source in self.sources]
+        self.weights = torch.tensor([source.weight for source in self.sources])
         self.forget()
+
+    def _sources(self) -> list[RewardSource]:
+        """List the rewards in the order of their scores."""
+        sources = [
+            RewardSource(function.name, function.weight, partial(self._by_function, function), on_main=True)
+            for function in self.functions
+        ]
+        if self.has_model:
+            sources.append(RewardSource("model", 1.0, self._by_model, on_main=False))
+        if self.uses_verifier:
+            sources.append(RewardSource(self.task.name, 1.0, self._by_verifier, on_main=True))
+        if self.environment_rewards:
+            sources.append(RewardSource("environment", 1.0, by_environment, on_main=False))
+        names = unique_names([source.name for source in sources])
+        return [replace(source, name=name) for source, name in zip(sources, names, strict=True)]
+
+    @property
+    def verifier_column(self) -> int:
+        """Return the place of the verifier's scores among those of all rewards."""
+        assert self.uses_verifier
+        return len(self.functions) + (1 if self.has_model else 0)
 
     @property
     def right_or_wrong(self) -> bool:
@@ -134,6 +191,7 @@ class Scorer:
             )
         other = copy.copy(self)
         other.tokenizer = tokenizer
+        other.sources = other._sources()
         return other
 
     def forget(self) -> None:
@@ -203,7 +261,7 @@ class Scorer:
             if len(failed) < TRIED_ANSWERS or not (self.functions or self.uses_verifier):
                 break
         else:
-            what = f"{'the gold answer, ' * has_gold}nothing and nonsense"
+            what = "the gold answer, nothing and nonsense" if has_gold else "nothing and nonsense"
             raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}")
         self.forget()
         gold, *rivals = rewards
@@ -229,39 +287,55 @@ class Scorer:
         prompt (None: all are). Of the processes of `world` rank 0 calls the functions, and each reads some of the rows
         with the reward model.
         """
-        transcripts = None if episodes is None else [episode.transcript for episode in episodes]
-
-        def call() -> list[RowResults]:
-            answers = self._reward_inputs(prompts, completions, transcripts)
-            texts = [p.question for p in prompts]
-            columns = row_columns([p.row for p in prompts])
-            columns |= {"completion_ids": completions}
-            self._note_duplicates(prompts, answers)
-            calls = []
-            for function in self.functions:
-                how: Any = {"group_size": group_size} if isinstance(function, JudgeReward) else {}
-                calls.append(self._noted(function, function(texts, answers, columns, **how), prompts))
-            return [*calls, self._verify(prompts, answers)] if self.uses_verifier else calls
-
-        calls = _on_main(world, call)
-        if self.has_model:  # before the verifier
-            calls.insert(len(self.functions), self._model_scores(prompts, completions, transcripts, world))
-        if self.environment_rewards:
-            played = [math.nan] * len(prompts) if episodes is None else [episode.reward for episode in episodes]
-            calls.append(RowResults(played))
-        counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
+        given = Completions(prompts, completions, episodes, group_size, world)
+        results = self._results(given)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
-        fatal = [f for call, counts in zip(calls, counted, strict=True) if counts for f in call.failures] + lost
-        scores = torch.tensor([call.values for call in calls], dtype=torch.float32).reshape(len(calls), len(prompts)).T
+        counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
+        fatal = {failure.row for failure in lost}
+        for result, counts in zip(results, counted.tolist(), strict=True):
+            if counts:
+                fatal |= {failure.row for failure in result.failures}
+        scores = torch.tensor([result.values for result in results], dtype=torch.float32)
+        scores = scores.reshape(len(results), len(prompts)).T
         scores[[failure.row for failure in lost]] = math.nan  # of a text that ended too early
         rewards = torch.where(scores.isnan(), 0.0, scores * self.weights).sum(-1)
         dropped = scores[:, counted].isnan().all(-1)
-        dropped[[failure.row for failure in fatal]] = True
-        comments = [call.comments for call in calls if call.comments]
-        rows = zip(*comments, strict=True)
-        joined = [encodable("\n".join(filter(None, of_row))) for of_row in rows] if comments else None
-        failures = [failure for call in calls for failure in call.failures] + lost
-        return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined)
+        dropped[[*fatal]] = True
+        failures = [failure for result in results for failure in result.failures] + lost
+        return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined_comments(results))
+
+    def _results(self, given: Completions) -> list[RowResults]:
+        """Call the rewards; return their results, in their order."""
+        found = dict[str, RowResults]()
+        called = [source for source in self.sources if source.on_main]
+
+        def call() -> list[RowResults]:
+            texts = self._reward_inputs(given.prompts, given.tokens, given.transcripts)
+            self._note_duplicates(given.prompts, texts)
+            return [source.score(replace(given, texts=texts)) for source in called]
+
+        for source, result in zip(called, _on_main(given.world, call), strict=True):
+            found[source.name] = result
+        for source in self.sources:
+            if not source.on_main:
+                found[source.name] = source.score(given)
+        return [found[source.name] for source in self.sources]
+
+    def _by_function(self, function: FunctionReward | JudgeReward, given: Completions) -> RowResults:
+        prompts = given.prompts
+        columns = {**row_columns([prompt.row for prompt in prompts]), "completion_ids": given.tokens}
+        questions = [prompt.question for prompt in prompts]
+        if isinstance(function, JudgeReward):
+            results = function(questions, given.texts, columns, group_size=given.group_size)
+        else:
+            results = function(questions, given.texts, columns)
+        return self._noted(function, results, prompts)
+
+    def _by_verifier(self, given: Completions) -> RowResults:
+        return self._verify(given.prompts, given.texts)
+
+    def _by_model(self, given: Completions) -> RowResults:
+        return self._model_scores(given.prompts, given.tokens, given.transcripts, given.world)
 
     def _note_duplicates(self, prompts: list[PreparedPrompt], answers: list[Any]) -> None:
         """Count completions that differ from another one to the same prompt in white space alone."""
@@ -368,6 +442,21 @@ class Scorer:
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
         world.sum(scores)
         return scores.tolist()
+
+
+def by_environment(given: Completions) -> RowResults:
+    """Return what episodes were rewarded with by their environment; NaN: nothing."""
+    if given.episodes is None:
+        return RowResults([math.nan] * len(given.prompts))
+    return RowResults([episode.reward for episode in given.episodes])
+
+
+def joined_comments(results: list[RowResults]) -> list[str] | None:
+    """Join the texts that rewards gave beside the scores of each row; None if no reward gave any."""
+    comments = [result.comments for result in results if result.comments]
+    if not comments:
+        return None
+    return [encodable("\n".join(filter(None, of_row))) for of_row in zip(*comments, strict=True)]
 
 
 def behind_thought(prompt: PreparedPrompt, text: str) -> str:
