@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tinyrl.models import layers, norms
-from tinyrl.models.linears import EACH, linears, linears_backward, residual_linear
+from tinyrl.models.linears import linears, linears_backward, linears_of, residual_linear
 
 BACKEND = "inductor" if torch.cuda.is_available() else "eager"
 MOST_GRAPHS = 64  # of a function
@@ -110,7 +110,7 @@ class NormedLinears(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *tensors: Tensor | None
     ):
         h, r = norm(x, weight, eps, dtype=dtype)
-        outputs, low = linears(h, tensors, scales)
+        outputs, low = linears(h, linears_of(tensors, scales))
         ctx.save_for_backward(x, r, weight, low, *tensors)
         ctx.dtype = dtype
         ctx.scales = scales
@@ -123,7 +123,7 @@ class NormedLinears(torch.autograd.Function):
         needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
         h = normed_again(x, r, weight, ctx.dtype)
         needs_h = needs_x or needs_weight
-        dh, found = linears_backward(grads, h, low, layers=tensors, scales=ctx.scales, needed=needed, needs_h=needs_h)
+        dh, found = linears_backward(grads, h, low, linears_of(tensors, ctx.scales, needed), needs_h=needs_h)
         dx = dw = None
         if dh is not None:
             dx, dw = norm_backward(dh, x, r, weight, needs_weight=needs_weight)
@@ -137,10 +137,11 @@ class AfterAttention(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *tensors: Tensor | None
     ):
-        z, low_out = residual_linear(x, attended, tensors[:EACH], scales[0])
+        to_out, to_gate, to_up, to_down = linears_of(tensors, scales)
+        z, low_out = residual_linear(x, attended, to_out)
         h, r = norm(z, weight, eps, dtype=attended.dtype)
-        (gate, up), low = linears(h, tensors[EACH:-EACH], scales[1:3])
-        y, low_down = residual_linear(z, silu_times(gate, up), tensors[-EACH:], scales[3])
+        (gate, up), low = linears(h, [to_gate, to_up])
+        y, low_down = residual_linear(z, silu_times(gate, up), to_down)
         ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *tensors)
         ctx.scales = scales
         return y
@@ -150,31 +151,16 @@ class AfterAttention(torch.autograd.Function):
     def backward(ctx, dy: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         attended, z, r, weight, gate, up, low_out, low, low_down, *tensors = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
-        scales = ctx.scales
+        to_out, to_gate, to_up, to_down = linears_of(tensors, ctx.scales, needed)
         dtype = attended.dtype
-        dm, of_down = linears_backward(
-            [dy.to(dtype)],
-            silu_times(gate, up),
-            low_down,
-            layers=tensors[-EACH:],
-            scales=scales[3:],
-            needed=needed[-EACH:],
-        )
+        dm, of_down = linears_backward([dy.to(dtype)], silu_times(gate, up), low_down, [to_down])
         assert dm is not None
         d_gate, d_up = silu_times_backward(dm, gate, up)
-        dh, of_mlp = linears_backward(
-            [d_gate, d_up],
-            normed_again(z, r, weight, dtype),
-            low,
-            layers=tensors[EACH:-EACH],
-            scales=scales[1:3],
-            needed=needed[EACH:-EACH],
-        )
+        h = normed_again(z, r, weight, dtype)
+        dh, of_mlp = linears_backward([d_gate, d_up], h, low, [to_gate, to_up])
         assert dh is not None
         dz, dw = norm_backward(dh, z, r, weight, needs_weight=needs_weight, residual=dy)
-        d_attended, of_out = linears_backward(
-            [dz.to(dtype)], attended, low_out, layers=tensors[:EACH], scales=scales[:1], needed=needed[:EACH]
-        )
+        d_attended, of_out = linears_backward([dz.to(dtype)], attended, low_out, [to_out])
         return dz, d_attended, dw, None, None, *of_out, *of_mlp, *of_down
 
 

@@ -1,1 +1,1 @@
-"""Pure tensor functions: masking, KL, reward shaping, advantages, losses, flow matching. Imports torch alone."""
+"""Pure tensor functions: masking, KL, advantages, losses, preference losses, distillation. Imports torch alone."""

@@ -131,7 +131,12 @@ def batch_of(
     assert all(prompts), "a row needs at least one prompt token to predict from"
     assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
     if packed:
-        ids, positions, state_index, ends, packing = _packed(prompts, responses, listed, last_tokens, device)
+        laid_out = _packed(prompts, responses, listed, last_tokens, device)
+        ids = laid_out.ids
+        positions = laid_out.positions
+        state_index = laid_out.state_index
+        ends = laid_out.ends
+        packing = laid_out.packing
         mask = torch.ones_like(ids)
     else:
         texts = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -164,16 +169,27 @@ def batch_of(
     )
 
 
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows end to end: ids and positions (1, L), the index of the state before each listed token and of each row's last
+    one, and how tokens attend.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    state_index: list[int]
+    ends: list[int]
+    packing: Packing
+
+
 def _packed(
     prompts: list[list[int]],
     responses: list[list[int]],
     listed: list[list[int]],
     last_tokens: bool,
     device: torch.device | str,
-) -> tuple[Tensor, Tensor, list[int], list[int], Packing]:
-    """Lay rows end to end; equal prompts are one, and different ones share what they begin with. Return ids and
-    positions, (1, L) each, the index of the state before each listed token and of each row's last one.
-    """
+) -> PackedRows:
+    """Lay rows end to end; equal prompts are one, and different ones share what they begin with."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
         groups.setdefault(tuple(prompt), []).append(row)
@@ -195,5 +211,10 @@ def _packed(
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
-    packing = pack(shape, start=start, device=device)
-    return torch.tensor([ids]), torch.tensor([positions]), list(chain(*before)), ends, packing
+    return PackedRows(
+        ids=torch.tensor([ids]),
+        positions=torch.tensor([positions]),
+        state_index=list(chain(*before)),
+        ends=ends,
+        packing=pack(shape, start=start, device=device),
+    )

@@ -9,7 +9,7 @@ Under autocast the operands of products are in half precision. The residual stre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,17 @@ from torch.nn.functional import silu
 from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.batch import Batch
 from tinyrl.models.device import HALVES, MICRO_BATCH_TOKENS, autocast_dtype
-from tinyrl.models.linears import EACH, Tensors, joined_a, linears, linears_backward, product, residual_linear
+from tinyrl.models.linears import (
+    Linear,
+    Tensors,
+    joined_a,
+    linears,
+    linears_backward,
+    linears_of,
+    product,
+    residual_linear,
+    tensors_of,
+)
 from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.norms import Norm, Rope, rms_norm, rms_norm_backward, upcast
 from tinyrl.models.packing import Packing, attend
@@ -30,7 +40,6 @@ PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
-OUT, INNER = 3 * EACH, 4 * EACH  # where the tensors of o_proj begin, and those of gate_proj
 NORMS = ("q_norm", "k_norm")  # of heads, in Qwen3
 ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and scales late queries by position
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
@@ -43,17 +52,17 @@ ROTATION = {  # fields of the usual rotary positions; Ministral-3 has more, and 
 
 
 class NormedLinears(torch.autograd.Function):
-    """Linear layers of the RMS norm of x, computed in a dtype: apply(x, norm weight, eps, dtype, scales, *layers) ->
-    one (N, out) for each.
+    """Linear layers of the RMS norm of x, computed in a dtype: apply(x, norm weight, eps, dtype, scales, *tensors of
+    the layers) -> one (N, out) for each.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *layers: Tensor | None
+        ctx, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, scales: Sequence[float], *tensors: Tensor | None
     ):
         h, r = rms_norm(x, weight, eps, dtype=dtype)
-        outputs, low = linears(h, layers, scales)
-        ctx.save_for_backward(x, r, weight, low, *layers)
+        outputs, low = linears(h, linears_of(tensors, scales))
+        ctx.save_for_backward(x, r, weight, low, *tensors)
         ctx.dtype = dtype
         ctx.scales = scales
         return tuple(outputs)
@@ -61,12 +70,12 @@ class NormedLinears(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        x, r, weight, low, *layers = ctx.saved_tensors
+        x, r, weight, low, *tensors = ctx.saved_tensors
         needs_x, needs_weight, _, _, _, *needed = ctx.needs_input_grad
+        layers = linears_of(tensors, ctx.scales, needed)
         h = torch.mul(x, r).mul_(weight).to(ctx.dtype)
-        dh, found = linears_backward(
-            grads, h, low, layers=layers, scales=ctx.scales, needed=needed, needs_h=needs_x or needs_weight
-        )  # not in the first layer of a frozen base
+        needs_h = needs_x or needs_weight  # not in the first layer of a frozen base
+        dh, found = linears_backward(grads, h, low, layers, needs_h=needs_h)
         dx = dw = None
         if dh is not None:
             dx, dw = rms_norm_backward(dh, x, r, weight, needs_weight=needs_weight)
@@ -74,46 +83,46 @@ class NormedLinears(torch.autograd.Function):
 
 
 class AfterAttention(torch.autograd.Function):
-    """The rest of a layer: apply(x, attended, norm weight, eps, scales, *layers) -> y (N, H), with
+    """The rest of a layer: apply(x, attended, norm weight, eps, scales, *tensors of out, gate, up, down) -> y (N, H):
 
-        z = x + out(attended)        y = z + down(silu(gate(h)) * up(h)),  h = RMS norm of z
-
-    layers: out, gate, up, down.
+    z = x + out(attended)        y = z + down(silu(gate(h)) * up(h)),  h = RMS norm of z
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *layers: Tensor | None
+        ctx, x: Tensor, attended: Tensor, weight: Tensor, eps: float, scales: Sequence[float], *tensors: Tensor | None
     ):
-        z, low_out = residual_linear(x, attended, layers[:EACH], scales[0])
+        to_out, to_gate, to_up, to_down = linears_of(tensors, scales)
+        z, low_out = residual_linear(x, attended, to_out)
         h, r = rms_norm(z, weight, eps, dtype=attended.dtype)
-        (gate, up), low = linears(h, layers[EACH:-EACH], scales[1:3])
-        y, low_down = residual_linear(z, silu(gate).mul_(up), layers[-EACH:], scales[3])
-        ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *layers)
+        (gate, up), low = linears(h, [to_gate, to_up])
+        y, low_down = residual_linear(z, silu(gate).mul_(up), to_down)
+        ctx.save_for_backward(attended, z, r, weight, gate, up, low_out, low, low_down, *tensors)
         ctx.scales = scales
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        attended, z, r, weight, gate, up, low_out, low, low_down, *layers = ctx.saved_tensors
+        attended, z, r, weight, gate, up, low_out, low, low_down, *tensors = ctx.saved_tensors
         _, _, needs_weight, _, _, *needed = ctx.needs_input_grad
-        scales = ctx.scales
+        to_out, to_gate, to_up, to_down = linears_of(tensors, ctx.scales, needed)
+        block = FeedForward(weight, to_gate, to_up, to_down, needs_weight=needs_weight)
         inside = Inside(r=r, gate=gate, up=up, low=low, low_down=low_down)
-        dz, dw, of_mlp = feed_forward_backward(
-            dy,
-            z,
-            inside,
-            weight=weight,
-            layers=layers[EACH:],
-            scales=scales[1:],
-            needed=needed[EACH:],
-            needs_weight=needs_weight,
-        )
-        d_attended, of_out = linears_backward(
-            [dz.to(attended.dtype)], attended, low_out, layers=layers[:EACH], scales=scales[:1], needed=needed[:EACH]
-        )
-        return dz, d_attended, dw, None, None, *of_out, *of_mlp
+        found = feed_forward_backward(dy, z, inside, block)
+        d_attended, of_out = linears_backward([found.z.to(attended.dtype)], attended, low_out, [to_out])
+        return found.z, d_attended, found.weight, None, None, *of_out, *found.tensors
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """A feed-forward block: its norm's weight, and whether its gradient is needed; its linear layers."""
+
+    weight: Tensor
+    gate: Linear
+    up: Linear
+    down: Linear
+    needs_weight: bool
 
 
 @dataclass(frozen=True)
@@ -129,38 +138,28 @@ class Inside:
     low_down: Tensor | None
 
 
-def feed_forward_backward(
-    dy: Tensor,
-    z: Tensor,
-    inside: Inside,
-    *,
-    weight: Tensor,
-    layers: Tensors,
-    scales: Sequence[float],
-    needed: Sequence[bool],
-    needs_weight: bool,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Return the gradients of z, of the norm's weight, and of the tensors of gate, up and down (`layers`)."""
+@dataclass(frozen=True)
+class FeedForwardGradients:
+    """Gradients of z, of the norm's weight, and of the tensors of gate, up and down in a row."""
+
+    z: Tensor
+    weight: Tensor | None
+    tensors: list[Tensor | None]
+
+
+def feed_forward_backward(dy: Tensor, z: Tensor, inside: Inside, block: FeedForward) -> FeedForwardGradients:
+    """Compute the gradients of a feed-forward block."""
     dtype = inside.gate.dtype
     active = silu(inside.gate)
-    dm, of_down = linears_backward(
-        [dy.to(dtype)],
-        active * inside.up,
-        inside.low_down,
-        layers=layers[-EACH:],
-        scales=scales[-1:],
-        needed=needed[-EACH:],
-    )
+    dm, of_down = linears_backward([dy.to(dtype)], active * inside.up, inside.low_down, [block.down])
     assert dm is not None
     d_up = active.mul_(dm)
     d_gate = torch.ops.aten.silu_backward(dm.mul_(inside.up), inside.gate)
-    h = torch.mul(z, inside.r).mul_(weight).to(dtype)
-    dh, of_inputs = linears_backward(
-        [d_gate, d_up], h, inside.low, layers=layers[:-EACH], scales=scales[:-1], needed=needed[:-EACH]
-    )
+    h = torch.mul(z, inside.r).mul_(block.weight).to(dtype)
+    dh, of_inputs = linears_backward([d_gate, d_up], h, inside.low, [block.gate, block.up])
     assert dh is not None
-    dz, dw = rms_norm_backward(dh, z, inside.r, weight, needs_weight=needs_weight, residual=dy)
-    return dz, dw, [*of_inputs, *of_down]
+    dz, dw = rms_norm_backward(dh, z, inside.r, block.weight, needs_weight=block.needs_weight, residual=dy)
+    return FeedForwardGradients(dz, dw, [*of_inputs, *of_down])
 
 
 # ---- the decoder ----
@@ -189,11 +188,20 @@ class DecoderLayer(Protocol):
     def get_submodule(self, target: str) -> nn.Module: ...
 
 
-class LinearLayers(NamedTuple):
-    """The tensors of linear layers in a row, EACH of every layer, and LoRA's scale of each layer."""
+class Projections(NamedTuple):
+    """The linear layers of a decoder's layer, under the acting adapter, in the order of PROJECTIONS."""
 
-    tensors: list[Tensor | None]
-    scales: list[float]
+    q: Linear
+    k: Linear
+    v: Linear
+    out: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    @property
+    def scales(self) -> list[float]:
+        return [linear.scale for linear in self]
 
 
 def reads_like_llama(backbone: Any) -> bool:
@@ -268,18 +276,21 @@ class Shared:
 
 
 def _layer(x: Tensor, layer: DecoderLayer, shared: Shared) -> Tensor:
-    tensors, scales = _tensors(layer)
-    attended = _attended(x, layer, shared, tensors=tensors[:OUT], scales=scales[:3])
+    own = _projections_of(layer)
+    attended = _attended(x, layer, shared, [own.q, own.k, own.v])
+    after = [own.out, own.gate, own.up, own.down]
+    scales = [linear.scale for linear in after]
     weight = layer.post_attention_layernorm.weight
-    return AfterAttention.apply(x, attended, weight, shared.eps, scales[3:], *tensors[OUT:])
+    return AfterAttention.apply(x, attended, weight, shared.eps, scales, *tensors_of(after))
 
 
-def _attended(x: Tensor, layer: DecoderLayer, shared: Shared, *, tensors: Tensors, scales: Sequence[float]) -> Tensor:
-    """Return what the tokens attend to, (N, heads d), before the layer's output projection."""
+def _attended(x: Tensor, layer: DecoderLayer, shared: Shared, projections: Sequence[Linear]) -> Tensor:
+    """Return what the tokens attend to, (N, heads d), before the layer's output projection; projections: q, k, v."""
     attention = layer.self_attn
     eps = shared.eps
     weight = layer.input_layernorm.weight
-    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, shared.dtype, scales, *tensors)
+    scales = [linear.scale for linear in projections]
+    qkv: tuple[Tensor, ...] = NormedLinears.apply(x, weight, eps, shared.dtype, scales, *tensors_of(projections))
     q, k, v = (t.unflatten(1, (-1, attention.head_dim)) for t in qkv)
     q_norm: Gain | None = getattr(attention, "q_norm", None)
     k_norm: Gain | None = getattr(attention, "k_norm", None)
@@ -296,36 +307,47 @@ def _attended(x: Tensor, layer: DecoderLayer, shared: Shared, *, tensors: Tensor
 
 def _lean_layer(x: Tensor, layer: DecoderLayer, shared: Shared) -> Tensor:
     """Compute `_layer`; backward, if there will be one, computes it again from x."""
-    tensors, scales = _tensors(layer)
+    own = _projections_of(layer)
     norms = [m.weight for name in NORMS if (m := getattr(layer.self_attn, name, None)) is not None]
-    norms += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
-    return LeanLayer.apply(x, layer, shared, scales, *tensors, *norms)
+    before = [*tensors_of([own.q, own.k, own.v]), *norms, layer.input_layernorm.weight]
+    after = [layer.post_attention_layernorm.weight, *tensors_of([own.out, own.gate, own.up, own.down])]
+    return LeanLayer.apply(x, layer, shared, own.scales, len(before), *before, *after)
 
 
 class LeanLayer(torch.autograd.Function):
-    """A layer that keeps x alone: apply(x, layer, shared, scales, *tensors of the projections, *weights of norms) -> y.
+    """A layer that keeps x alone: apply(x, layer, shared, scales, count, *before, *after) -> y.
 
-    Its feed-forward block goes through the tokens tile by tile, so of a long text nothing is as wide as that block.
-    Backward computes attention again, and in each tile what the block has inside, but not y.
+    before, `count` of them: tensors of q, k and v, weights of the norms up to attention; after: the weight of the norm
+    behind it, tensors of out, gate, up and down. The feed-forward block goes through the tokens tile by tile, so of a
+    long text nothing is as wide as that block. Backward computes attention again, and in each tile what the block has
+    inside, but not y.
     """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, layer: DecoderLayer, shared: Shared, scales: Sequence[float], *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        layer: DecoderLayer,
+        shared: Shared,
+        scales: Sequence[float],
+        count: int,
+        *parameters: Tensor | None,
     ):
-        tensors = parameters[: EACH * len(PROJECTIONS)]
-        attended = _attended(x, layer, shared, tensors=tensors[:OUT], scales=scales[:3])
-        y, _ = residual_linear(x, attended, tensors[OUT:INNER], scales[3])
-        weight = layer.post_attention_layernorm.weight
+        weight, *of_after = parameters[count:]
+        assert weight is not None
+        projections = linears_of(parameters, scales[:3])
+        out, gate, up, down = linears_of(of_after, scales[3:])
+        y, _ = residual_linear(x, _attended(x, layer, shared, projections), out)
         for tile in _tiles(y):
             z = y[tile]
             h, _ = rms_norm(z, weight, shared.eps, dtype=shared.dtype)
-            (gate, up), _ = linears(h, tensors[INNER:-EACH], scales[4:6])
-            y[tile], _ = residual_linear(z, silu(gate).mul_(up), tensors[-EACH:], scales[6])
+            (gated, raised), _ = linears(h, [gate, up])
+            y[tile], _ = residual_linear(z, silu(gated).mul_(raised), down)
         ctx.save_for_backward(x)
         ctx.layer = layer
         ctx.shared = shared
         ctx.scales = scales
+        ctx.count = count
         ctx.parameters = parameters  # not saved: hooks that move inputs of layers would move weights
         ctx.versions = _versions(parameters)
         return y
@@ -337,45 +359,30 @@ class LeanLayer(torch.autograd.Function):
         parameters = ctx.parameters
         if _versions(parameters) != ctx.versions:
             raise RuntimeError("a weight of a recomputed layer was modified by an inplace operation before backward")
-        layer = ctx.layer
-        tensors = parameters[: EACH * len(PROJECTIONS)]
-        needed = [tensor is not None and tensor.requires_grad for tensor in tensors]
+        before = parameters[: ctx.count]
+        weight, *of_after = parameters[ctx.count :]
+        needed = [tensor is not None and tensor.requires_grad for tensor in of_after]
+        projections = linears_of(before, ctx.scales[:3])
+        out, gate, up, down = linears_of(of_after, ctx.scales[3:], needed)
         leaf = x.detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
-            attended = _attended(leaf, layer, ctx.shared, tensors=tensors[:OUT], scales=ctx.scales[:3])
-        z, low_out = residual_linear(x, attended.detach(), tensors[OUT:INNER], ctx.scales[3])
-        weight = layer.post_attention_layernorm.weight
-        dz, dw, of_mlp = _tiled_backward(
-            dy,
-            z,
-            weight=weight,
-            layers=tensors[INNER:],
-            scales=ctx.scales[4:],
-            needed=needed[INNER:],
-            shared=ctx.shared,
-        )
+            attended = _attended(leaf, ctx.layer, ctx.shared, projections)
+        z, low_out = residual_linear(x, attended.detach(), out)
+        block = FeedForward(weight, gate, up, down, needs_weight=weight.requires_grad)
+        found = _tiled_backward(dy, z, block, ctx.shared)
         d_attended, of_out = linears_backward(
-            [dz.to(attended.dtype)],
-            attended.detach(),
-            low_out,
-            layers=tensors[OUT:INNER],
-            scales=ctx.scales[3:4],
-            needed=needed[OUT:INNER],
-            needs_h=attended.requires_grad,
+            [found.z.to(attended.dtype)], attended.detach(), low_out, [out], needs_h=attended.requires_grad
         )
         del z
-        found = {id(t): gradient for t, gradient in zip(tensors[OUT:], [*of_out, *of_mlp], strict=True)}
-        found[id(weight)] = dw
-        inputs = [t for t in (leaf, *parameters) if t is not None and t.requires_grad and id(t) not in found]
+        wanted = [tensor is not None and tensor.requires_grad for tensor in (leaf, *before)]
+        gradients: Iterator[Tensor] = iter(())
         if attended.requires_grad:
-            gradients = torch.autograd.grad(attended, inputs, d_attended)
-            found |= {id(t): gradient for t, gradient in zip(inputs, gradients, strict=True)}
-        dx = None
-        if leaf.requires_grad:
-            dx = found[id(leaf)]
-            assert dx is not None
-            dx.add_(dz)
-        return dx, None, None, None, *(None if t is None else found.get(id(t)) for t in parameters)
+            inputs = [tensor for tensor, needs in zip((leaf, *before), wanted, strict=True) if needs]
+            gradients = iter(torch.autograd.grad(attended, inputs, d_attended))
+        dx, *of_before = [next(gradients) if needs else None for needs in wanted]
+        if dx is not None:
+            dx.add_(found.z)
+        return dx, None, None, None, None, *of_before, found.weight, *of_out, *found.tensors
 
 
 def _versions(tensors: Tensors) -> list[int]:
@@ -383,42 +390,26 @@ def _versions(tensors: Tensors) -> list[int]:
     return [tensor._version for tensor in tensors if tensor is not None]
 
 
-def _tiled_backward(
-    dy: Tensor,
-    z: Tensor,
-    *,
-    weight: Tensor,
-    layers: Tensors,
-    scales: Sequence[float],
-    needed: Sequence[bool],
-    shared: Shared,
-) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Compute `feed_forward_backward` tile by tile, of which each computes again what the block has inside."""
+def _tiled_backward(dy: Tensor, z: Tensor, block: FeedForward, shared: Shared) -> FeedForwardGradients:
+    """Compute `feed_forward_backward` tile by tile; each tile computes again what the block has inside."""
     dz = torch.empty_like(z)
     total: list[Tensor | None] = []
     for tile in _tiles(z):
-        h, r = rms_norm(z[tile], weight, shared.eps, dtype=shared.dtype)
-        (gate, up), low = linears(h, layers[:-EACH], scales[:-1])
-        down = joined_a(layers[-EACH:], h.dtype)
+        h, r = rms_norm(z[tile], block.weight, shared.eps, dtype=shared.dtype)
+        (gate, up), low = linears(h, [block.gate, block.up])
+        down = joined_a([block.down], h.dtype)
         low_down = None if down is None else product(silu(gate).mul_(up), down.t())
-        dz[tile], dw, of_layers = feed_forward_backward(
-            dy[tile],
-            z[tile],
-            Inside(r=r, gate=gate, up=up, low=low, low_down=low_down),
-            weight=weight,
-            layers=layers,
-            scales=scales,
-            needed=needed,
-            needs_weight=weight.requires_grad,
-        )
-        found = [dw, *of_layers]
+        inside = Inside(r=r, gate=gate, up=up, low=low, low_down=low_down)
+        of_tile = feed_forward_backward(dy[tile], z[tile], inside, block)
+        dz[tile] = of_tile.z
+        found = [of_tile.weight, *of_tile.tensors]
         if not total:
             total = found
             continue
-        for of_all, of_tile in zip(total, found, strict=True):
-            if of_all is not None and of_tile is not None:
-                of_all.add_(of_tile)
-    return dz, total[0], total[1:]
+        for of_all, more in zip(total, found, strict=True):
+            if of_all is not None and more is not None:
+                of_all.add_(more)
+    return FeedForwardGradients(dz, total[0], total[1:])
 
 
 def _tiles(x: Tensor) -> list[slice]:
@@ -427,19 +418,21 @@ def _tiles(x: Tensor) -> list[slice]:
     return [slice(first, first + size) for first in range(0, len(x), size)]
 
 
-def _tensors(layer: DecoderLayer) -> LinearLayers:
-    """Collect the tensors of a layer's projections, and LoRA's scale of each under the acting adapter."""
-    tensors: list[Tensor | None] = []
-    scales: list[float] = []
+def _projections_of(layer: DecoderLayer) -> Projections:
+    """Read a layer's projections, with the matrices of the acting adapter."""
+    found = list[Linear]()
     for module in _projections(layer):
         base = _base(module)
         adapter = None
         if isinstance(module, LoraLayer) and not module._disable_adapters:
             adapter = next((name for name in module._active_adapter[:1] if name in module.lora_A), None)
-        a, b = (None, None) if adapter is None else (module.lora_A[adapter].weight, module.lora_B[adapter].weight)
-        tensors += [base.weight, base.bias, a, b]
-        scales.append(0.0 if adapter is None else module.scaling[adapter])
-    return LinearLayers(tensors, scales)
+        if adapter is None:
+            found.append(Linear(base.weight, base.bias, a=None, b=None, scale=0.0))
+            continue
+        a = module.lora_A[adapter].weight
+        b = module.lora_B[adapter].weight
+        found.append(Linear(base.weight, base.bias, a=a, b=b, scale=module.scaling[adapter]))
+    return Projections(*found)
 
 
 def _projections(layer: DecoderLayer) -> list[Any]:

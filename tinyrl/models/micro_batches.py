@@ -192,35 +192,49 @@ class MicroBatches:
         """
         while True:
             restart()
-            plans = list[list[list[int]]]()
-            for lengths, _ in passes:
-                rows = range(len(lengths))
-                own = rows if world.size == 1 else lengths.shares(rows, world.size)[world.rank]
-                plans.append(lengths.plan(own, max_tokens=self.tokens))
+            plans = [self._plan(work.lengths, world) for work in passes]
             try:
                 with as_out_of_memory():
                     for work, plan in zip(passes, plans, strict=True):
-                        for rows in plan:
-                            check_stop()
-                            with without_gaps(self.device, work.lengths.cost(rows)):
-                                work.run(rows)
+                        self._run_plan(work, plan)
                 return
             except torch.OutOfMemoryError as error:
-                again = self._made_room
-                freed = any([free() for free in self._when_full])
-                self._made_room = again or freed
-                if again or not freed:
-                    budgets = [lengths.smaller(plan) for (lengths, _), plan in zip(passes, plans, strict=True)]
-                    if any(budgets):
-                        self.tokens = max(filter(None, budgets))
-                    elif not freed:  # every micro-batch is a single row
-                        alone = [
-                            work.lengths.cost(rows) for work, plan in zip(passes, plans, strict=True) for rows in plan
-                        ]
-                        where = f"with one sequence of {max(alone)} tokens in a micro-batch"
-                        raise out_of_memory(where, error) from error
+                had_made_room = self._made_room
+                has_freed = self._make_room()
+                may_fit_now = has_freed and not had_made_room
+                if not may_fit_now and not self._halve(passes, plans) and not has_freed:
+                    longest = max(work.lengths.cost(plan[0]) for work, plan in zip(passes, plans, strict=True) if plan)
+                    where = f"with one sequence of {longest} tokens in a micro-batch"
+                    raise out_of_memory(where, error) from error
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _plan(self, lengths: SequenceLengths, world: World) -> list[list[int]]:
+        """Return the micro-batches of the rows that are this process's."""
+        rows = range(len(lengths))
+        own = rows if world.size == 1 else lengths.shares(rows, world.size)[world.rank]
+        return lengths.plan(own, max_tokens=self.tokens)
+
+    def _run_plan(self, work: Work, plan: list[list[int]]) -> None:
+        for rows in plan:
+            check_stop()
+            with without_gaps(self.device, work.lengths.cost(rows)):
+                work.run(rows)
+
+    def _make_room(self) -> bool:
+        """Free what other phases keep; return whether there was anything."""
+        freed = [free() for free in self._when_full]
+        self._made_room = self._made_room or any(freed)
+        return any(freed)
+
+    def _halve(self, passes: Sequence[Work], plans: Sequence[list[list[int]]]) -> bool:
+        """Lower `tokens` so that the widest micro-batch breaks in two; False where each is a single row."""
+        smaller = [work.lengths.smaller(plan) for work, plan in zip(passes, plans, strict=True)]
+        budgets = [budget for budget in smaller if budget is not None]
+        if not budgets:
+            return False
+        self.tokens = max(budgets)
+        return True
 
     def fit(self, measured: Sequence[PassMemory], *, free: int) -> None:
         """Set `tokens` so that a micro-batch of each of the passes takes a share of `free` bytes; a pass that fitted

@@ -170,12 +170,6 @@ class Scorer:
         return [replace(source, name=name) for source, name in zip(sources, names, strict=True)]
 
     @property
-    def verifier_column(self) -> int:
-        """Return the place of the verifier's scores among those of all rewards."""
-        assert self.uses_verifier
-        return len(self.functions) + (1 if self.has_model else 0)
-
-    @property
     def right_or_wrong(self) -> bool:
         """Return whether the reward is a verdict, 1 or 0, by its kind: that of a task which declares so, alone."""
         return self.uses_verifier and self.task.right_or_wrong and len(self.names) == 1

@@ -1,1 +1,1 @@
-"""Rollouts: samples of a step (sample), how they are sampled and scored (collect), their records."""
+"""Rollouts: what samples and scores a run's prompts (load), a step of that (collect), records of samples."""

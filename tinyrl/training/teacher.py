@@ -331,8 +331,8 @@ class PrivilegedPrompt:
         collector = self.collector
         scorer = collector.scorer
         scores = torch.tensor([sample.scores for sample in samples])
-        if scorer.uses_verifier:
-            scores = scores[:, scorer.verifier_column]
+        if scorer.uses_verifier:  # the first reward, as no function and no model is named then
+            scores = scores[:, 0]
         elif collector.task.verify is not None:
             transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
             prompts = [self.by_index[sample.row] for sample in samples]
