@@ -24,6 +24,7 @@ from tinyrl.generation.sample import (
     sampled_logprobs,
     token_rewards_of,
 )
+from tinyrl.models.batch import batch_of
 from tinyrl.rollout.records import TokenColumns, pieces, shown_samples, token_lines
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import adapted_kl_coef
@@ -75,6 +76,19 @@ def test_counts_means_and_rewards_are_of_chosen_tokens() -> None:
     }
     shaped = token_rewards_of(two, torch.zeros(2, 6), kl_coef=0.0)
     assert shaped.tolist() == [[0, 0.5, 0, 0, 0, 0.25 + 1.0], [0, 0, 0, 3.0, 0, 0]]
+
+
+def test_a_micro_batch_has_the_inputs_of_its_rows_as_wide_as_its_longest_response() -> None:
+    """Rows 3 and 1 of four, of 2 and 1 tokens, beside one of 3."""
+    lengths = [3, 1, 1, 2]
+    samples = [Sample([4], [5] * n, [True] * n, [-1.0] * n, row=0) for n in lengths]
+    advantage = torch.arange(12.0).view(4, 3)
+    minibatch = experience_of(samples, advantage=advantage).rows([3, 0, 1])
+    batch = batch_of([minibatch.samples[0], minibatch.samples[2]], rows=[0, 2])
+    inputs = minibatch.inputs.of(batch)
+    assert inputs.advantage.tolist() == [[9.0, 10.0], [3.0, 4.0]]
+    assert inputs.mask.tolist() == batch.mask.tolist() == [[True, True], [True, False]]
+    assert inputs.old is None
 
 
 @pytest.mark.parametrize(("ref", "moves"), [(-2.0, True), (-math.inf, False), (math.nan, False)])
