@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tinyrl.generation.sample import Sample, loss_mask, sampled_logprobs
-from tinyrl.training.experience import Experience, LossInputs, TeacherOutputs
+from tinyrl.training.policy_loss import Experience, LossInputs, TeacherOutputs
 
 
 def experience_of(

@@ -21,10 +21,9 @@ from tests.training.rows import loaded, trained, write_rows
 from tinyrl.generation.sample import Logprobs, Sample, sampled_logprobs
 from tinyrl.models.micro_batches import SequenceLengths
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.experience import Experience
 from tinyrl.training.grpo import loss_options
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts
+from tinyrl.training.policy_loss import Counts, Experience
 from tinyrl.training.ppo import Ppo
 from tinyrl.training.run import RunState
 from tinyrl.training.step import Pass, Updater, role_optimizers

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.training.experience import LossInputs
 from tinyrl.training.grpo import loss_options
-from tinyrl.training.policy_loss import Counts, policy_loss
+from tinyrl.training.policy_loss import Counts, LossInputs, policy_loss
 
 V = 4
 POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0], dtype=torch.float64)

@@ -24,10 +24,9 @@ from tinyrl.generation.engines import FusedEngine
 from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.grpo import Grpo, group_relative, loss_options, without_spread
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap
+from tinyrl.training.policy_loss import Counts, Experience, LossInputs, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
 from tinyrl.training.prompt_sampler import PassRates, PassRecord
 from tinyrl.training.run import Run, RunState

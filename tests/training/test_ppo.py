@@ -27,7 +27,7 @@ from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.experience import Experience
+from tinyrl.training.policy_loss import Experience
 from tinyrl.training.ppo import Ppo
 from tinyrl.training.rows import Example
 from tinyrl.training.run import Run, RunState

@@ -161,7 +161,7 @@ def test_a_line_has_the_numbers_of_each_token_in_the_update() -> None:
     }  # fmt: skip
     columns = {"advantage": [1.0, 2.0, 0.0, 3.0], "old": [-0.5, -0.6, 0.0, -0.7], "ref": [-0.8, -0.9, 0.0, -1.1],
                "value": [0.1, 0.2, 0.0, 0.3]}  # fmt: skip
-    of_ppo = {name: torch.tensor([column]) for name, column in columns.items()}
+    of_ppo: dict[str, Any] = {name: torch.tensor([column]) for name, column in columns.items()}
     tokens = line_of(torch.tensor([[-0.01, -0.02, 0.0, 0.9996]]), **of_ppo)["tokens"]
     for name, (first, second, _, last) in columns.items():
         assert [t[name] for t in tokens] == [first, second, None, last]

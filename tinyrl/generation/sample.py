@@ -30,7 +30,7 @@ FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode th
 class Sample:
     """One sampled conversation and its score. The samples of a prompt, its group, follow one another.
 
-    What is computed of its tokens for the loss stands beside it (training/experience.py).
+    What is computed of its tokens for the loss stands beside it (training/policy_loss.py).
     """
 
     # Sampled: the engine's tokens behind the prompt of a row, or (`sampled` is false) an answer of the data.
@@ -130,7 +130,7 @@ def conversations(episodes: list[Sample], *, mask_truncated: bool = False) -> li
     firsts = list[Sample]()
     others = list[Sample]()
     for number, first in enumerate(episodes):
-        firsts.append(replace(first, episode=number))
+        firsts.append(first if first.episode == number else replace(first, episode=number))
         for sample in first.further:
             in_loss = first.rewarded and not (mask_truncated and sample.truncated)
             others.append(
@@ -263,8 +263,9 @@ def apply_length_rules(samples: list[Sample], reward: RewardConfig, *, max_new_t
         penalty = penalty + ((num_actions - (max_new_tokens - buffer)) / buffer).clamp(0.0, 1.0)
     ruled = list[Sample]()
     for sample, rewarded in zip(samples, (scores_of(samples) - penalty).tolist(), strict=True):
-        left_out = reward.truncated == "mask" and sample.truncated
-        ruled.append(replace(sample, reward=rewarded, in_loss=sample.in_loss and not left_out))
+        in_loss = sample.in_loss and not (reward.truncated == "mask" and sample.truncated)
+        is_same = (sample.reward, sample.in_loss) == (rewarded, in_loss)
+        ruled.append(sample if is_same else replace(sample, reward=rewarded, in_loss=in_loss))
     return ruled
 
 

@@ -95,6 +95,10 @@ class Batch:
         out = flat.new_zeros(self.num_rows, self.num_columns)
         return out.index_put((self.row, self.column), flat)
 
+    def on_device(self, x: Tensor) -> Tensor:
+        """Copy a tensor to the batch's device."""
+        return to_device(x, self.input_ids.device)
+
     @property
     def mask(self) -> Tensor:
         """Return the listed tokens, (b, T) bool."""

@@ -429,9 +429,10 @@ def _projections_of(layer: DecoderLayer) -> Projections:
         if adapter is None:
             found.append(Linear(base.weight, base.bias, a=None, b=None, scale=0.0))
             continue
-        a = module.lora_A[adapter].weight
-        b = module.lora_B[adapter].weight
-        found.append(Linear(base.weight, base.bias, a=a, b=b, scale=module.scaling[adapter]))
+        lora: Any = module
+        a = lora.lora_A[adapter].weight
+        b = lora.lora_B[adapter].weight
+        found.append(Linear(base.weight, base.bias, a=a, b=b, scale=lora.scaling[adapter]))
     return Projections(*found)
 
 

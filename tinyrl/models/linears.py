@@ -7,8 +7,8 @@ products, where the library's branch costs two more passes over every output. Gr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ EACH = 4  # tensors of a linear layer
 Tensors = Sequence[Tensor | None]
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """A linear layer: weight (out, in), bias, lora_A (r, in) and lora_B (out, r), and LoRA's scale. needed: whether the
     gradient is wanted of each of the four tensors.
     """

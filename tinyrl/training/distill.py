@@ -27,10 +27,9 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts
+from tinyrl.training.policy_loss import Counts, Experience, LossInputs
 from tinyrl.training.run import Run
 
 

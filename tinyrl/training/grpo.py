@@ -34,10 +34,9 @@ from tinyrl.generation.sample import (
     scores_of,
     token_rewards_of,
 )
-from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts, PolicyLossOptions
+from tinyrl.training.policy_loss import Counts, Experience, LossInputs, PolicyLossOptions
 
 if TYPE_CHECKING:
     from tinyrl.config.method_sections import GrpoConfig

@@ -44,7 +44,9 @@ from tinyrl.training.method import Method
 from tinyrl.training.policy_loss import (
     ROUNDING,
     Counts,
+    Experience,
     PolicyLossOptions,
+    TeacherOutputs,
     only_rounding,
     policy_loss,
     sampling_gap,
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
 
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt
-    from tinyrl.training.experience import Experience, TeacherOutputs
     from tinyrl.training.run import Run
     from tinyrl.training.teacher import Teacher
     from tinyrl.workers.calls import WorkerFunction

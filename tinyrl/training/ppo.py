@@ -50,10 +50,9 @@ from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.signals import watched
-from tinyrl.training.experience import Experience, LossInputs
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.policy_loss import Counts, PolicyLossOptions
+from tinyrl.training.policy_loss import Counts, Experience, LossInputs, PolicyLossOptions
 from tinyrl.training.rows import join_turns
 from tinyrl.training.run import Run
 from tinyrl.training.sft import negative_log_likelihood, turns_of

@@ -41,8 +41,8 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
 from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
-from tinyrl.training.experience import Experience
 from tinyrl.training.method import Method
+from tinyrl.training.policy_loss import Experience
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
 STATE = "state.json"

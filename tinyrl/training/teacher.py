@@ -33,11 +33,10 @@ from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
 from tinyrl.rollout.collect import Collector, prepare
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
-from tinyrl.training.experience import TeacherOutputs
+from tinyrl.training.policy_loss import Counts, TeacherOutputs
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
-    from tinyrl.training.policy_loss import Counts
 
 SERVER_TOP_K = 20  # what vLLM allows where nobody has set its --max-logprobs
 REQUESTS = 64  # to a server, under way at a time
