@@ -17,6 +17,7 @@ from tinyrl.data.readers import Row
 from tinyrl.errors import Interrupted
 from tinyrl.runs import provenance
 from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.run_rows import rows_of_run
@@ -47,12 +48,12 @@ def config(method: str, path: Path, **sections: Any) -> Config:
     for part in (SMALL, METHODS.get(method, {}), sections):
         for name, fields in part.items():
             values[name] = {**values.get(name, {}), **fields}
-    return Config.model_validate(values)
+    return config_of(values)
 
 
 def rows_of(task: str, split: str, **settings: Any) -> list[Row]:
     """The rows of a split of a task, by settings of the section task."""
-    rows = rows_of_run(Config.model_validate({"method": "grpo", "task": {"name": task, **settings}}))
+    rows = rows_of_run(config_of({"method": "grpo", "task": {"name": task, **settings}}))
     return rows.train if split == "train" else rows.held_out
 
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.cli.options import configure_libraries
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
-from tinyrl.config.recipe import as_override, load_config
+from tinyrl.config.given import as_override
+from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
@@ -33,6 +34,7 @@ from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
+from tinyrl.runs.resolve import changed_config, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.runs.signals import StopFlag
@@ -84,7 +86,7 @@ def train(
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        config = load_config(method, recipe, overrides=overrides, note=print_note)
+        config = load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)
         check_before_loading(config)
         from tinyrl.training.launch import start  # with torch
 
@@ -181,7 +183,7 @@ class OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
         options = Options(device, trust_remote_code)
         with alone():
-            config = self._folder.read_config(overrides_from(settings))
+            config = changed_config(self._folder, overrides_from(settings))
             tell_code(self.path, config)
             check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch

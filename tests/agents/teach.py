@@ -47,6 +47,7 @@ from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.engine import Sequence as Sampled
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
 from tinyrl.tasks.run_rows import rows_of_run
 
@@ -145,7 +146,7 @@ class RecordedEpisode(AgentEpisode):
 
 
 def task_config(task: str, agent: str) -> Config:
-    return Config.model_validate({"method": "grpo", "task": {"name": task}, "environment": {"agent": agent}})
+    return config_of({"method": "grpo", "task": {"name": task}, "environment": {"agent": agent}})
 
 
 def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:

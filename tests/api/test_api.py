@@ -23,7 +23,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
-from tinyrl.config.recipe import apply_overrides
+from tinyrl.config.given import apply_overrides
 from tinyrl.errors import CodeChanged
 from tinyrl.runs.folders import FolderLock
 from tinyrl.runs.run_dir import open_run

@@ -18,6 +18,7 @@ from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.runs.resolve import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
     for name in ("mine/checkpoints", "changed", "bare"):
         Path("runs", name).mkdir(parents=True)
-    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    text = dump_config(config_of({"method": "grpo", "task": {"name": "sort"}}))
     Path("runs/mine/config.yaml").write_text(text)
     Path("runs/changed/config.yaml").write_text(text.replace("num_steps: 200", "num_steps: many"))
     return tmp_path

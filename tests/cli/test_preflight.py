@@ -9,8 +9,8 @@ import pytest
 
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import dump_config
-from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Asked
+from tinyrl.runs.resolve import config_of
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
 
@@ -22,7 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("model", "pickled", "runs/mine/checkpoints/step-000010", "runs/new"):
         Path(name).mkdir(parents=True)
     for run in ("runs/mine", "runs/new"):
-        Path(run, "config.yaml").write_text(dump_config(Config.model_validate({"method": "grpo"})))
+        Path(run, "config.yaml").write_text(dump_config(config_of({"method": "grpo"})))
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("rewards.py").write_text("def score(prompts, completions):\n    return []\n")
     for name in ("model", "pickled"):
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(method: str = "grpo", **sections: Any) -> None:
     values = {"method": method, "task": {"data": "rows.jsonl"}, "model": {"path": "model"}, **sections}
-    check_before_loading(Config.model_validate(values))
+    check_before_loading(config_of(values))
 
 
 def refused(method: str = "grpo", **sections: Any) -> str:

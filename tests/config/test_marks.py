@@ -10,7 +10,7 @@ from tinyrl.cli.preflight import check_named
 from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
-from tinyrl.runs.resolve import absolute_paths, resolve
+from tinyrl.runs.resolve import absolute_paths, config_of, resolve
 from tinyrl.training.launch import ChangedInput, changed_sources, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
@@ -128,7 +128,7 @@ def test_values_that_another_version_wrote_stay():
 
 
 def test_an_own_task_is_a_file_like_a_reward(folder: Path):
-    config = resolve(Config.model_validate({"method": "grpo", "task": {"name": "task.py:TASK"}}))
+    config = resolve(config_of({"method": "grpo", "task": {"name": "task.py:TASK"}}))
     assert config.task.name == f"{folder}/task.py:TASK"
     first = read_sources(config, rows={}, known={})
     Path("task.py").write_text(TASK + "# another verifier\n")
@@ -137,12 +137,12 @@ def test_an_own_task_is_a_file_like_a_reward(folder: Path):
 
 
 def test_a_shipped_task_is_no_file():
-    assert not any(name.startswith("task.") for name in hashed(Config.model_validate({"method": "grpo"})))
+    assert not any(name.startswith("task.") for name in hashed(config_of({"method": "grpo"})))
 
 
 def test_a_teacher_s_address_is_masked():
     values = {"method": "distill", "teacher": {"path": SECRET}}
-    assert Config.model_validate(values).written()["teacher"]["path"] == "http://***@127.0.0.1:1/?key=***"
+    assert config_of(values).written()["teacher"]["path"] == "http://***@127.0.0.1:1/?key=***"
 
 
 def test_a_word_is_no_folder_of_that_name(folder: Path):
@@ -156,20 +156,20 @@ def test_a_word_is_no_folder_of_that_name(folder: Path):
 def test_a_judge_s_cache_need_not_exist_and_its_rubric_must():
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "a.txt", "cache": "gone.sqlite"}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "reward": {"functions": [judge]}}
-    config = Config.model_validate(values)
+    config = config_of(values)
     check_named(config)
     assert {name for name in hashed(config) if name.startswith("reward.")} == {"reward.functions: a.txt"}
     judge["rubric"] = "gone.txt"
     with pytest.raises(ValueError, match=r"rubric=gone\.txt"):
-        check_named(Config.model_validate(values))
+        check_named(config_of(values))
 
 
 def test_a_setting_that_does_not_count_is_not_looked_for():
     teacher = {"path": "./gone"}
-    check_named(Config.model_validate({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
+    check_named(config_of({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
     counted = {"method": "grpo", "task": {"name": "sort"}, "teacher": {**teacher, "kl_coef": 0.1}}
     with pytest.raises(ValueError, match=r"teacher\.path"):
-        check_named(Config.model_validate(counted))
+        check_named(config_of(counted))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_setting_that_does_not_count_is_not_looked_for():
     ],
 )
 def test_conditions(condition: str, holds: bool):
-    assert OnlyIf(condition, why="no").holds(Config.model_validate({"method": "grpo"}), "run") is holds
+    assert OnlyIf(condition, why="no").holds(config_of({"method": "grpo"}), "run") is holds
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_conditions(condition: str, holds: bool):
     [("mine.py:TASK", True, True), ("lookup", True, False), ("search_qa", True, True), ("rows", False, False)],
 )
 def test_a_condition_on_the_kind_of_a_task(name: str, has_turns: bool, searches: bool):
-    config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+    config = config_of({"method": "grpo", "task": {"name": name}})
     assert OnlyIf("task.name is a task with turns", why="no").holds(config, "environment") is has_turns
     assert OnlyIf("task.name is not a task with turns", why="no").holds(config, "environment") is not has_turns
     assert OnlyIf("task.name is a task that searches", why="no").holds(config, "environment") is searches

@@ -12,12 +12,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES, LINES
+from tinyrl.config.derive import derive
 from tinyrl.config.foreign_names import answer_to_option
+from tinyrl.config.given import Given, apply_overrides, as_override
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
-    apply_overrides,
-    as_override,
-    build_config,
     dump_config,
     find_recipe,
     load_config,
@@ -26,10 +25,10 @@ from tinyrl.config.recipe import (
     packaged_recipes,
 )
 from tinyrl.config.removed import REMOVED, RENAMED
-from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
 from tinyrl.errors import UnknownSettings
+from tinyrl.runs.resolve import config_of
 from tinyrl.text import truncate
 
 JUDGE = "{use: judge, url: 'http://a:1', model: m, rubric: r.md}"
@@ -197,7 +196,7 @@ def test_one_sentence_a_setting_and_three_at_most(recipe: Callable[..., str]):
     assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml:3: `grpo.clip_eps` is 3")
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     with pytest.raises(ValueError, match=r"lora\.r") as caught:
-        build_config({"method": "grpo", **values})
+        config_of({"method": "grpo", **values})
     assert [line.split("`")[1] for line in str(caught.value).splitlines()] == [
         "lora.r", "run.num_steps", "run.seed",
     ]  # fmt: skip
@@ -327,7 +326,7 @@ def test_the_line_for_the_grpo_config_of_the_docs_is_the_recipe_beside_it():
     beside = parse_plain(block[2], "settings.md")
     own = [as_override(name, beside[name]) for name in ("model", "task", "reward", "lora")]  # not of a GRPOConfig
     line = refused("grpo", None, *given).splitlines()[-1].removeprefix("to copy: --name sums ")
-    assert load_config("grpo", None, overrides=[*own, *shlex.split(line)]) == Config.model_validate(beside)
+    assert load_config("grpo", None, overrides=[*own, *shlex.split(line)]) == config_of(beside)
 
 
 def test_names_that_are_not_in_the_line_are_named():
@@ -440,7 +439,7 @@ def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
     embedded = load_config("grpo", None, overrides=[])
     assert embedded == load_config("grpo", "starter-grpo", overrides=[])
-    plain = Config.model_validate({"method": "grpo", "task": {"name": "gsm8k"}})
+    plain = derive(Given({"method": "grpo", "task": {"name": "gsm8k"}}))
     for overrides in (["task.name=gsm8k"], ["task={name: gsm8k}"]):
         assert load_config("grpo", None, overrides=overrides) == plain
     assert load_config("grpo", None, overrides=["run.num_steps=7"]).run.num_steps == 7
@@ -452,12 +451,12 @@ def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_na
 
 def test_the_page_is_a_recipe_with_every_default() -> None:
     values = parse_plain(describe_settings(), "page")
-    plain = Config.model_validate({"method": "grpo"})
+    plain = derive(Given({"method": "grpo"}))
     assert {name: {*fields} for name, fields in values.items()} == {
         name: {*dict(getattr(plain, name))} for name in SECTIONS
     }
     for method in METHODS:
-        assert Config.model_validate({"method": method, **values}) == Config.model_validate({"method": method})
+        assert derive(Given({"method": method, **values})) == derive(Given({"method": method}))
     with pytest.raises(ValueError, match=r"no section 'gpro'.*`grpo`"):
         describe_settings("gpro")
 
@@ -477,7 +476,7 @@ def test_config_yaml_is_the_same_object(method: str, tmp_path: Path):
     task = {"data": "x.jsonl", "chat_template_kwargs": variables}
     asked = {"ppo": {"minibatch_size": None}}  # defaults to 64: a null that was left out would come back as 64
     for lora in (True, False):
-        config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
+        config = config_of({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
         (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         assert load_written_config(tmp_path / "config.yaml") == config
 
@@ -498,7 +497,7 @@ VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictio
 @example({"grpo": {None: 1}, "task": {"columns": {1: [2]}}}, "grpo")
 def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any], method: Any):
     try:
-        config = build_config({**values, "method": method})
+        config = config_of({**values, "method": method})
     except ValueError as error:
         assert type(error) in (ValueError, UnknownSettings)  # noqa: PT017
         assert 1 <= len(str(error).splitlines()) <= (6 if type(error) is ValueError else 80)  # noqa: PT017

@@ -10,6 +10,7 @@ from tinyrl.cli.preflight import check_evaluation
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Asked, check_asked, check_side, find, measured_by, trained_on
+from tinyrl.runs.resolve import config_of
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -31,7 +32,7 @@ def run(name: str, method: str, **sections: Any) -> None:
     if method == "grpo":
         values |= {"reward": {"functions": [{"use": "rewards.py:other"}], "timeout_s": 7.0}}
     Path("runs", name).mkdir(parents=True)
-    Path("runs", name, "config.yaml").write_text(dump_config(Config.model_validate(values)))
+    Path("runs", name, "config.yaml").write_text(dump_config(config_of(values)))
 
 
 def sampled(path: str, asked: Asked) -> Config:

@@ -10,12 +10,12 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
 from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools.compare import _trained_on, compare, evaluate_target
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         values = {"method": method, "model": {"path": str(folder / "base")}, "lora": {"enabled": lora}, "run": STEPS}
         values |= {"task": {"data": str(folder / "rows.jsonl")}, "optim": {"learning_rate": rate}}
-        assert running.train(Config.model_validate(values), folder, name=name)[0] == 0
+        assert running.train(config_of(values), folder, name=name)[0] == 0
     return folder
 
 

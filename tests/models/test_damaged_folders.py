@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
-from tinyrl.config.schema import Config
 from tinyrl.models.batch import examples
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import Device
@@ -28,6 +27,7 @@ from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.tokens import template_text, token_ids
+from tinyrl.runs.resolve import config_of
 
 Damage = Callable[[Path], Any]
 WEIGHTS, ADAPTER, CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
@@ -131,7 +131,7 @@ def use(role: str, folder: Path, base: Path) -> None:
     }
     reward = {"model": str(folder)} if role.startswith("reward") else {}
     settings = {"method": "ppo", "model": {"path": str(base)}, "critic": {"kind": "shared"}, "reward": reward}
-    config = Config.model_validate(settings | sections.get(role, {}))
+    config = config_of(settings | sections.get(role, {}))
     tokenizer = load_tokenizer(config.model.path)
     roles = build_policy(config, tokenizer=tokenizer, device=Device(CPU, torch.float32))
     model = build_reward_model(config, roles, dtype=torch.float32)

@@ -28,6 +28,7 @@ from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.rubric import named_scale
 from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
 from tinyrl.training.load import load_method
@@ -463,10 +464,10 @@ def test_too_many_requests_are_refused_before_a_run(mode: str, most: int, tmp_pa
     judge["mode"] = mode
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"num_steps": 10, "eval_every": 5}}
     values["reward"] = {"functions": [{**judge, "max_requests": most}]}
-    check_before_loading(Config.model_validate(values))
+    check_before_loading(config_of(values))
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}
     with pytest.raises(ValueError, match=f"{most:,}"):
-        check_before_loading(Config.model_validate(values))
+        check_before_loading(config_of(values))
 
 
 def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> None:
@@ -477,7 +478,7 @@ def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> No
     most = 20 * 32 * 8 + 5 * 64 * 2 + 44
     for allowed in (most, most - 1):
         values["reward"] = {"functions": [{**judge, "max_requests": allowed}]}
-        settings = Config.model_validate(values)
+        settings = config_of(values)
         check_before_loading(settings)  # steps are not known yet
         config = with_num_steps(settings, rows=320, of_step=32)
         if allowed == most:
@@ -544,9 +545,9 @@ def test_a_rubric_of_another_scale_than_the_default_is_refused_before_loading(tm
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}}
     with pytest.raises(ValueError, match=r"rubric\.md.*\[1, 5\]"):
-        check_before_loading(Config.model_validate({**values, "reward": {"functions": [judge]}}))
+        check_before_loading(config_of({**values, "reward": {"functions": [judge]}}))
     for given in ({"scale": [1, 5]}, {"scale": [0, 10]}, {"mode": "rank"}):
-        check_before_loading(Config.model_validate({**values, "reward": {"functions": [{**judge, **given}]}}))
+        check_before_loading(config_of({**values, "reward": {"functions": [{**judge, **given}]}}))
 
 
 # ---- trials ----

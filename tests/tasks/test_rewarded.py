@@ -10,6 +10,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.writers import write_rows
 from tinyrl.rollout import load
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.training.load import load_method
@@ -22,9 +23,7 @@ REWARD = {"functions": [{"use": "rewards.py:score"}]}
 
 
 def config(method: str = "grpo", **sections: Any) -> Config:
-    return Config.model_validate(
-        {"method": method, "model": {"path": "starter"}, "task": {"data": "rows.jsonl"}, **sections}
-    )
+    return config_of({"method": method, "model": {"path": "starter"}, "task": {"data": "rows.jsonl"}, **sections})
 
 
 def test_rows_without_the_column_that_is_compared_are_refused_with_those_they_have() -> None:

@@ -156,7 +156,7 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     fill(samples, "advantage", torch.tensor([1.5, -0.5, -0.5, -0.5]))
     gradients, metrics = [], dict[str, Any]()
     for coef in (0.0, 1e-9):
-        trainer.config.teacher.kl_coef = coef
+        trainer.config = trainer.config.with_setting("teacher.kl_coef", coef)
         batch = trainer.policy.batch_of(samples)
         loss, metrics = trainer.loss(batch, counts=Counts.of(samples), kl_coef=0.0, inexact=False, measure_gap=True)
         gradients.append(torch.autograd.grad(loss, list(trainer.policy.parameters["policy"].values())))

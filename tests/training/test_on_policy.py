@@ -23,6 +23,7 @@ from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.generation.engines import FusedEngine
 from tinyrl.generation.sample import Sample, kl_per_response
 from tinyrl.models.batch import batch_of
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, without_spread
@@ -53,7 +54,7 @@ def loss_of(
     entropy: torch.Tensor | None = None,
     **fields: Any,
 ) -> Any:
-    section: Any = GrpoConfig.model_validate({"preset": preset, **fields})
+    section: Any = config_of({"method": "grpo", "grpo": {"preset": preset, **fields}}).grpo
     how: Any = {"kl_coef": 0.0, "max_new_tokens": LENGTHS, "inexact": True}
     return policy_loss(
         logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, batch, counts, section, **how
@@ -131,7 +132,7 @@ def test_the_kl_that_the_update_measures_is_summed_over_an_episode(episodes: int
     logprobs = torch.tensor([[-1.0, -2.0], [-3.0, 0.0]], requires_grad=True)
     ref = torch.tensor([[-1.5, -1.9], [-3.2, 9.0]])
     batch = batch_with(mask, logprobs=logprobs.detach(), advantage=torch.zeros(2), ref=ref)
-    section: Any = GrpoConfig.model_validate({"preset": "grpo"})
+    section: Any = config_of({"method": "grpo", "grpo": {"preset": "grpo"}}).grpo
     counts = dataclasses.replace(counted(tokens=3, sequences=2, rows=2), episodes=episodes)
     how: Any = {"kl_coef": 0.04, "max_new_tokens": LENGTHS, "inexact": False}
     _, metrics = policy_loss(logprobs, torch.zeros(2, 2), batch, counts, section, **how)
@@ -170,7 +171,7 @@ def test_kl_per_response_is_a_mean_over_the_responses_that_count() -> None:
 
 
 def grpo(**settings: object) -> GrpoConfig:
-    return GrpoConfig.model_validate({"group_size": 2, **settings})
+    return config_of({"method": "grpo", "grpo": {"group_size": 2, **settings}}).grpo
 
 
 def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:

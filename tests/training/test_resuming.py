@@ -29,6 +29,7 @@ from tinyrl.models.tokens import DATE
 from tinyrl.rollout.load import _with_date
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import changed_config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers
 from tinyrl.training import launch as launching
@@ -205,8 +206,7 @@ def append_row(folder: Path) -> None:
 
 
 def test_a_row_that_max_samples_leaves_out_may_be_appended(model: Path, tmp_path: Path) -> None:
-    settings = reads_files(model, tmp_path)
-    settings.task.max_samples = 8
+    settings = reads_files(model, tmp_path).with_setting("task.max_samples", 8)
     run = stopped_in_update(settings, tmp_path)
     append_row(tmp_path)
     assert running.go_on(run) == 0
@@ -265,7 +265,7 @@ def test_a_run_without_its_checkpoints_is_refused_unless_it_is_at_the_beginning(
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(steps: int, first: RunDir, tmp_path: Path) -> None:
     """Finished, or not: one byte more in each."""
     run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
-    run.write_config(run.read_config([f"run.num_steps={steps}"]))
+    run.write_config(changed_config(run, [f"run.num_steps={steps}"]))
     for checkpoint in checkpoints.list_checkpoints(run.checkpoints):
         with (checkpoint / "adapter_model.safetensors").open("ab") as file:
             file.write(b"\0")
@@ -400,7 +400,7 @@ def test_a_resume_under_new_settings_that_fails_to_load_leaves_the_run_as_it_was
     def fail(*_: Any, **__: Any) -> None:
         raise Interrupted("SIGTERM")
 
-    changed = run.read_config(["grpo.kl_coef=0.1", "grpo.num_epochs=2"])
+    changed = changed_config(run, ["grpo.kl_coef=0.1", "grpo.num_epochs=2"])
     for where in ("tinyrl.training.run.restore_rng", "tinyrl.training.grpo.Grpo.sample_groups"):
         before = contents(run)
         with monkeypatch.context() as patch:
@@ -463,7 +463,7 @@ def test_a_resume_goes_on_and_says_that_env_json_is_damaged(
         if damage:
             (run.path / "env.json").write_text("{")
         capsys.readouterr()
-        settings = run.read_config([f"run.num_steps={num_steps}", "optim.schedule=constant"])
+        settings = changed_config(run, [f"run.num_steps={num_steps}", "optim.schedule=constant"])
         assert running.go_on(run, config=settings, allow_config_change=True) == 0
         assert ("env.json" in capsys.readouterr().err) == damage
 
@@ -514,6 +514,7 @@ def test_an_unchanged_fork_is_the_run_again_and_a_changed_one_shares_its_beginni
     [
         ("@7", "run.num_steps=9", "step 7"),
         ("", "optim.learning_rate=1", "run.num_steps"),
+        ("@2", "run.num_steps=2", "counts from step 0.*: 3 or more"),
         ("@1", "model.path=gone", "gone"),
         ("@1", "lora.r=3", "lora"),
     ],
@@ -522,6 +523,29 @@ def test_a_refused_fork_leaves_no_folder(at: str, override: str, problem: str, f
     with pytest.raises(ValueError, match=problem):
         forked(f"{first.path}{at}", override, output_dir=tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_fork_under_another_preset_has_all_of_it_and_says_what_follows(
+    first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = forked(f"{first.path}@2", "grpo.preset=dr_grpo", output_dir=tmp_path)
+    now = new.read_config().grpo
+    assert (now.aggregation, now.advantage_scale, now.clip_eps_high) == ("constant", "none", 0.2)
+    said = [line for line in capsys.readouterr().err.splitlines() if "grpo.aggregation" in line]
+    assert len(said) == 1
+    assert "follows from grpo.preset" in said[0]
+
+
+def test_a_fork_takes_what_was_given_at_its_checkpoint(first: RunDir, tmp_path: Path) -> None:
+    """A change that the run accepted later is none of the fork's."""
+    old = RunDir(shutil.copytree(first.path, tmp_path / "changed"))
+    changed = changed_config(old, ["grpo.clip_eps=0.1", "run.num_steps=4"])
+    assert running.go_on(old, config=changed, allow_config_change=True) == 0
+    assert old.read_config().given.values["grpo"]["clip_eps"] == 0.1
+    earlier = forked(f"{old.path}@1", "grpo.preset=gspo", "run.num_steps=2", output_dir=tmp_path / "earlier")
+    later = forked(f"{old.path}@4", "grpo.preset=gspo", "run.num_steps=5", output_dir=tmp_path / "later")
+    assert earlier.read_config().grpo.clip_eps == 3e-4
+    assert later.read_config().grpo.clip_eps == 0.1
 
 
 def with_best(first: RunDir, folder: Path, *, step: int) -> RunDir:

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from tinyrl.cli.options import Json, settings_argument
-from tinyrl.cli.train import config_of
+from tinyrl.cli.train import typed_config
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.launched import Options
@@ -38,7 +38,7 @@ def check(
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = config_of(words, reads_rows=not offline)
+    config = typed_config(words, reads_rows=not offline)
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(

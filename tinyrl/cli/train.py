@@ -49,10 +49,11 @@ def train(
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
         from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+        from tinyrl.runs.resolve import changed_config
         from tinyrl.workers.foreign_code import tell_code
 
         opened = open_run(resume, writes=main)
-        config = opened.read_config(words)
+        config = changed_config(opened, words)
         tell_code(opened.path, config)
         check_before_loading(config)
         from tinyrl.training import launch  # with torch
@@ -71,7 +72,7 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
-        config = config_of(words)
+        config = typed_config(words)
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
@@ -92,13 +93,15 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
+def typed_config(words: list[str], *, reads_rows: bool = True) -> Config:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
     from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+    from tinyrl.runs.resolve import model_facts
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
-    config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
+    overrides = words[1:] if has_recipe else words
+    config = load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)
     check_before_loading(config, reads_rows=reads_rows)
     return config

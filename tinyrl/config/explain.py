@@ -72,13 +72,17 @@ def explain(
     return "\n".join(lines + lines_to_copy(copies, given, missing))
 
 
+def settings_named(sentence: str) -> list[str]:
+    return re.findall(r"\b[a-z_]+\.[a-z_]+", sentence)
+
+
 def _problems(problem: Any, given: ForeignNames) -> list[Problem]:
     path, kind = walk(problem["loc"])
     name = dotted_name(path)
     value = problem["input"]
     if problem["type"] == "value_error":  # of our own rules
         sentence = str(problem["ctx"]["error"])
-        named = re.findall(r"\b[a-z_]+\.[a-z_]+", sentence)
+        named = settings_named(sentence)
         if path:
             return [Problem([name, *named], f"`{name}`: {sentence}")]
         return [Problem(named or [""], sentence)]

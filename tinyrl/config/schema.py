@@ -6,15 +6,18 @@ Nothing here imports torch, so `tinyrl --help` and a config error are answered a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from tinyrl.config import sections
 from tinyrl.config.marks import Named, OnlyIf, OnlyKeeps, find_named, replace_named
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
 from tinyrl.text import is_address, mask_url, truncate
+
+if TYPE_CHECKING:
+    from tinyrl.config.given import Given
 
 
 def _section(kind: type[sections.Section], description: str) -> Any:
@@ -24,9 +27,11 @@ def _section(kind: type[sections.Section], description: str) -> Any:
 class Config(sections.Section):
     """Everything a run is a function of. Sections that the method does not use keep their defaults and are not written.
 
-    Defaults that depend on other fields (a learning rate for LoRA or full fine-tuning) are None in their section and
-    filled in here, so that config.yaml holds every value.
+    It is made by `derive`, which gives the settings that follow from others (a learning rate of LoRA or of full
+    fine-tuning) their values, so that config.yaml holds every value. Two are equal if their settings are.
     """
+
+    _given: Any = PrivateAttr(default=None)
 
     method: MethodName = Field(description="training method")
     model: sections.ModelConfig = _section(sections.ModelConfig, "the base model")
@@ -56,18 +61,27 @@ class Config(sections.Section):
         unused = {*OPTIONAL_SECTIONS} - {*METHODS[data["method"]].sections}
         return {k: {} if v is None and k != "method" else v for k, v in data.items() if k not in unused}
 
-    @model_validator(mode="after")
-    def _resolve(self) -> Config:
-        full = not self.lora.enabled
-        optim = self.optim
-        optim.learning_rate = optim.learning_rate or (1e-6 if full else 5e-5)
-        if self.uses("critic"):
-            optim.critic_learning_rate = optim.critic_learning_rate or (1e-5 if full else 1e-4)
-            self.critic.kind = self.critic.kind or ("separate" if full else "adapter")
-        self.task.name = self.task.name or "rows"
-        for problem in conflicts(self):
-            raise ValueError(problem)
-        return self
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.model_dump() == other.model_dump()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def given(self) -> Given:
+        """Return what was given, of which this was derived."""
+        assert self._given is not None, "a configuration is made by `derive`"
+        return self._given
+
+    def with_given(self, given: Given) -> Config:
+        copy = self.model_copy()
+        copy._given = given
+        return copy
+
+    def with_setting(self, setting: str, value: Any) -> Config:
+        """Return a copy with another value of a setting (section.name), which must be one that it may have."""
+        section, _, name = setting.partition(".")
+        changed = getattr(self, section).model_copy(update={name: value})
+        return self.model_copy(update={section: changed})
 
     def uses(self, section: str) -> bool:
         return section not in OPTIONAL_SECTIONS or section in self.trains.sections
@@ -134,6 +148,15 @@ class Config(sections.Section):
         """Return the sections that the method uses, as JSON values without secrets: for config.yaml and checkpoints."""
         values = self.model_dump(mode="json")
         return without_secrets({name: value for name, value in values.items() if self.uses(name)}, schema=type(self))
+
+    def written_given(self) -> dict[str, Any] | None:
+        """Return what was given to the sections that the method uses, as JSON values without secrets; None of a run of
+        an earlier version, which did not keep it.
+        """
+        if self.given.is_whole:
+            return None
+        own = {name: value for name, value in self.given.values.items() if name == "method" or self.uses(name)}
+        return without_secrets(own, schema=type(self))
 
 
 def without_secrets(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:

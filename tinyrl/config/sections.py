@@ -72,7 +72,12 @@ class Section(BaseModel):
     """A group of fields; a field it does not know is an error, and so are NaN and infinity."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
 

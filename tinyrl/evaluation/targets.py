@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.derive import rebuilt
 from tinyrl.config.methods import and_list
-from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
-from tinyrl.runs.resolve import resolve
+from tinyrl.runs.resolve import model_facts, resolve
 from tinyrl.runs.run_dir import OWN_SIDES, open_run, run_of
 from tinyrl.tasks import load_task
 from tinyrl.tasks.run_rows import rows_of_run
@@ -112,7 +112,7 @@ def find(path: str, asked: Asked) -> Target:
     if asked.data is not None:  # read as the run's rows are
         values = config.model_dump()
         values["task"] |= {"eval_data": asked.data}
-        config = resolve(build_config(values))
+        config = resolve(rebuilt(values))
     return Target(path, run, None, config)
 
 
@@ -132,7 +132,7 @@ def policy_at(path: str, settings: list[str]) -> Target:
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
         values = _as_policy(config)
-    return locate(Target(path, run, resolve(build_config(values, settings))))
+    return locate(Target(path, run, resolve(rebuilt(values, settings, model_facts))))
 
 
 def check_asked(first: Target, asked: Asked) -> None:
@@ -195,7 +195,7 @@ def judged_by(first: Config, config: Config) -> Config:
     values = config.model_dump()
     values |= first.model_dump(include={"task", "reward", "environment", "generation"})
     values["generation"] |= config.generation.model_dump(include=OWN_SAMPLING)
-    return Config.model_validate(values)
+    return rebuilt(values)
 
 
 def measured_by(first: Config, other: Target) -> Config:
@@ -209,7 +209,7 @@ def measured_by(first: Config, other: Target) -> Config:
     values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
     if not other.is_policy:
         values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
-    return build_config(values)
+    return rebuilt(values)
 
 
 def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
@@ -246,4 +246,4 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
         values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
     if asked.other_reward:
         values["reward"] = {name: value for name, value in values.get("reward", {}).items() if name == "timeout_s"}
-    return resolve(build_config(values, asked.settings))
+    return resolve(rebuilt(values, asked.settings, model_facts))

@@ -17,11 +17,11 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.recipe import dump_config, load_written_config
+from tinyrl.config.recipe import CONFIG, GIVEN, dump_config, dump_given, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.folders import LOCK, FolderLock, file_stat, move_into_place, new_folder, open_file, write_atomic
@@ -57,11 +57,14 @@ class RunDir:
     def write_config(self, config: Config) -> None:
         if self.writes:
             self.lock.check()
-            write_atomic(self.path / "config.yaml", dump_config(config))
+            write_atomic(self.path / CONFIG, dump_config(config))
+            given = dump_given(config)
+            if given is not None:
+                write_atomic(self.path / GIVEN, given)
 
-    def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """Read config.yaml with overrides laid over it. Raises ValueError where it is invalid."""
-        return load_written_config(self.path / "config.yaml", overrides=overrides)
+    def read_config(self) -> Config:
+        """Read config.yaml, and what was given of it. Raises ValueError where it is invalid."""
+        return load_written_config(self.path / CONFIG)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: facts of provenance.py."""
@@ -255,7 +258,8 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     try:
         made = new_folder(path)
         try:
-            write_atomic(made.folder / "config.yaml", dump_config(config))
+            write_atomic(made.folder / CONFIG, dump_config(config))
+            write_atomic(made.folder / GIVEN, dump_given(config) or "")
             if name is None:
                 _take_number(made, stem)
             else:

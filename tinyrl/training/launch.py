@@ -25,8 +25,10 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
+from tinyrl.config.derive import READS, derive_over, read_written
+from tinyrl.config.given import Source
 from tinyrl.config.marks import Named
-from tinyrl.config.recipe import Source, build_config
+from tinyrl.config.methods import and_list
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -36,7 +38,7 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
-from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, resolve
+from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, model_facts, resolve
 from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.training.code_inputs import carried_files, code_of, same_module, with_imports
@@ -241,7 +243,15 @@ def _restored(
 
 
 def _notes_of(changes: Sequence[Change | ChangedInput], *, since: str) -> list[str]:
-    return [f"changed since {since}: {change}" for change in changes]
+    """Name the changes, and which setting a value follows from that nobody gave."""
+    changed = {change.setting for change in changes if isinstance(change, Change)}
+    notes = list[str]()
+    for change in changes:
+        reads = READS.get(change.setting, ()) if isinstance(change, Change) else ()
+        follows = [setting for setting in reads if setting in changed]
+        because = f" (follows from {and_list(follows)})" if follows else ""
+        notes.append(f"changed since {since}: {change}{because}")
+    return notes
 
 
 def other_versions(known: InputHashes, sources: InputHashes, *, since: str) -> list[str]:
@@ -332,11 +342,18 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
-    config = build_config(ignore_neutral(kept.config), overrides, source=source)
+    config = read_written(ignore_neutral(kept.config), source, kept.given)
+    if overrides:
+        config = derive_over(config, overrides, model_facts)
     tell_code(old.path, config)
     last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
     epochs = config.run.epochs  # steps are known when rows are read
     if kept.run.phase == "rollout" and step >= config.run.num_steps and epochs is None:
+        if "run.num_steps" in config.given.typed:
+            raise ValueError(
+                f"run.num_steps={config.run.num_steps} counts from step 0, and the fork begins after step {step}: "
+                f"{step + 1} or more"
+            )
         raise ValueError(last)
     new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
     with contextlib.ExitStack() as undo:

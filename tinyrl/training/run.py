@@ -117,6 +117,7 @@ class CheckpointState(BaseModel):
     micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
     sources: InputHashes
     config: dict[str, Any]
+    given: dict[str, Any] | None = None  # None: by a run of an earlier version, which did not keep it
     records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
     python_random: list[Any]
 
@@ -493,6 +494,7 @@ class Run:
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
             sources=self.sources(),
             config=self.config.written(),
+            given=self.config.written_given(),
             records=records,
             python_random=python_rng(),
         )

@@ -289,14 +289,20 @@ def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Ten
 
 
 def schedule_notes(config: Config) -> list[str]:
-    """Return a warning where the learning rate never gets where it is set, since the run ends before its warm-up."""
-    warmup = config.optim.warmup_steps
+    """Return warnings where the run ends before a warm-up does: the learning rate never gets where it is set, or only
+    the critic is trained.
+    """
+    notes = list[str]()
     steps = config.run.num_steps
-    if warmup <= steps:
-        return []
-    most = steps / warmup
-    what = f"optim.warmup_steps={warmup} is more than run.num_steps={steps}"
-    return [f"warning: {what}: the learning rate gets to {most:.0%} of optim.learning_rate"]
+    warmup = config.optim.warmup_steps
+    if warmup > steps:
+        what = f"optim.warmup_steps={warmup} is more than run.num_steps={steps}"
+        notes.append(f"warning: {what}: the learning rate gets to {steps / warmup:.0%} of optim.learning_rate")
+    of_critic = config.critic.warmup_steps
+    if config.uses("critic") and of_critic >= steps:
+        what = f"critic.warmup_steps={of_critic} is no less than run.num_steps={steps}"
+        notes.append(f"warning: {what}: only the critic is trained, and the policy stays as it is")
+    return notes
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:
