@@ -9,13 +9,13 @@ import importlib.util
 from dataclasses import replace
 from typing import Literal
 
-from tinyrl.config.task_files import is_own, shipped_tasks
+from tinyrl.config.task_files import SHIPPED, is_own
 from tinyrl.tasks.own import own_task
 from tinyrl.tasks.task import Task, text_in
 from tinyrl.text import truncate
 
 __all__ = ["TASKS", "Task", "load_task", "text_in"]
-TASKS = tuple(shipped_tasks())
+TASKS = tuple(SHIPPED)
 
 
 def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
@@ -26,7 +26,7 @@ def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
     if is_own(name):
         task = own_task(name)
     elif name in TASKS:
-        task = importlib.import_module(shipped_tasks()[name].module).TASK
+        task = importlib.import_module(f"tinyrl.{SHIPPED[name].room}.{name}").TASK
     else:
         raise ValueError(f"task.name: there is no task '{truncate(name)}'. Tasks: {', '.join(TASKS)}, or file.py:TASK")
     if grading == "task":
