@@ -40,9 +40,9 @@ def without_effect(config: Config, setting: str, *, of_recipe: bool = False) -> 
     """
     section, _, name = setting.partition(".")
     unmet = config.unmet(section, name) if config.uses(section) else None
-    if unmet is None or (of_recipe and unmet.condition.startswith("method")):
+    if unmet is None or (of_recipe and unmet.of_method):
         return None
-    return f"`{setting}` has no effect: {unmet.why} (it counts only if {unmet.full(section)})"
+    return f"`{setting}` has no effect: {unmet.why} (it counts only if {unmet.words})"
 
 
 def contradictions(config: Config) -> Iterator[Contradiction]:

@@ -285,14 +285,13 @@ def build_config(
 
 
 def _remedy(config: Config, setting: str, overrides: Sequence[str]) -> str:
-    """Return what to type for an override that counts only where another setting is null; "" for other conditions."""
+    """Return what to type to have an override that does not count, where that is one override more; "" elsewhere."""
     section, _, name = setting.partition(".")
     unmet = config.unmet(section, name)
     override = _override_of([setting], overrides)
-    other, _, rest = ("", "", "") if unmet is None else unmet.full(section).partition(" is null")
-    if override is None or not other or " " in other or rest:
+    if override is None or unmet is None or unmet.remedy is None:
         return ""
-    return f". To have it: {shlex.join([f'{other}=null', override])}"
+    return f". To have it: {shlex.join([unmet.remedy, override])}"
 
 
 def _override_of(settings: Sequence[str], overrides: Sequence[str]) -> str | None:

@@ -113,9 +113,7 @@ class Config(sections.Section):
         """Return the condition under which a setting counts, if it does not hold."""
         kind: type[sections.Section] = type(getattr(self, section))
         field = kind.model_fields[name]
-        return next(
-            (mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self, section)), None
-        )
+        return next((mark for mark in field.metadata if isinstance(mark, OnlyIf) and not mark.holds(self)), None)
 
     @classmethod
     def only_keeps(cls, setting: str) -> bool:
