@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from tinyrl.cli.options import configure_libraries
 from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
-from tinyrl.config.recipe import as_override, load_config
+from tinyrl.config.recipe import as_override, load_with_places
+from tinyrl.config.refusal import Places, Source, refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
@@ -84,20 +85,28 @@ def train(
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        config = load_config(method, recipe, overrides=overrides, note=print_note)
-        check_before_loading(config)
-        from tinyrl.training.launch import start  # with torch
-
+        arguments: dict[str, str] = {}
+        if reward is not None:
+            arguments["reward.functions"] = "reward"
+        if rows is not None:
+            arguments["task.data"] = "rows"
+        if eval_rows is not None:
+            arguments["task.eval_data"] = "eval_rows"
+        loaded = load_with_places(method, recipe, overrides=overrides, arguments=arguments, note=print_note)
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
-        launch = start(
-            config,
-            options=options,
-            output_dir=folder,
-            name=name,
-            overwrite=overwrite,
-            command=command,
-            on_step=on_step,
-        )
+        with refusals_at(loaded.places):
+            check_before_loading(loaded.config)
+            from tinyrl.training.launch import start  # with torch
+
+            launch = start(
+                loaded.config,
+                options=options,
+                output_dir=folder,
+                name=name,
+                overwrite=overwrite,
+                command=command,
+                on_step=on_step,
+            )
         return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
 
 
@@ -181,18 +190,20 @@ class OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
         options = Options(device, trust_remote_code)
         with alone():
-            config = self._folder.read_config(overrides_from(settings))
+            overrides = overrides_from(settings)
+            config = self._folder.read_config(overrides)
             tell_code(self.path, config)
-            check_before_loading(config)
-            from tinyrl.training.launch import resume  # with torch
+            with refusals_at(Places(Source(str(self.path / "config.yaml")), tuple(overrides))):
+                check_before_loading(config)
+                from tinyrl.training.launch import resume  # with torch
 
-            launch = resume(
-                self._folder,
-                options=options,
-                config=config,
-                allow_config_change=allow_config_change,
-                on_step=on_step,
-            )
+                launch = resume(
+                    self._folder,
+                    options=options,
+                    config=config,
+                    allow_config_change=allow_config_change,
+                    on_step=on_step,
+                )
             self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 

@@ -11,6 +11,7 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.cli.train import config_of
+from tinyrl.config.refusal import refusals_at
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.launched import Options
@@ -38,11 +39,11 @@ def check(
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = config_of(words, reads_rows=not offline)
+    loaded = config_of(words, reads_rows=not offline)
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(
-        config,
+        loaded.config,
         options=options,
         quick=quick,
         offline=offline,
@@ -52,10 +53,11 @@ def check(
         samples=samples,
         minutes=minutes,
     )
-    for section in checked:
-        sections.append(section)
-        if not json_output:
-            print(section.render(), flush=True)
+    with refusals_at(loaded.places):
+        for section in checked:
+            sections.append(section)
+            if not json_output:
+                print(section.render(), flush=True)
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}

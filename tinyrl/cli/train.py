@@ -6,19 +6,17 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from tinyrl.cli.options import settings_argument
 from tinyrl.config.methods import METHODS, or_list
-from tinyrl.config.recipe import load_config, method_of
+from tinyrl.config.recipe import LoadedConfig, load_with_places, method_of
+from tinyrl.config.refusal import Places, Source, refusals_at
 from tinyrl.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
-
-if TYPE_CHECKING:
-    from tinyrl.config.schema import Config
 
 
 def train(
@@ -54,12 +52,13 @@ def train(
         opened = open_run(resume, writes=main)
         config = opened.read_config(words)
         tell_code(opened.path, config)
-        check_before_loading(config)
-        from tinyrl.training import launch  # with torch
+        with refusals_at(Places(Source(str(opened.path / "config.yaml")), tuple(words))):
+            check_before_loading(config)
+            from tinyrl.training import launch  # with torch
 
-        run = launch.resume(
-            opened, options=options, config=config, allow_config_change=allow_config_change, until=until
-        )
+            run = launch.resume(
+                opened, options=options, config=config, allow_config_change=allow_config_change, until=until
+            )
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -71,14 +70,15 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
-        config = config_of(words)
+        loaded = config_of(words)
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
         from tinyrl.training import launch  # with torch
 
         try:
-            run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
+            with refusals_at(loaded.places):
+                run = launch.start(loaded.config, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
@@ -92,13 +92,14 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
+def config_of(words: list[str], *, reads_rows: bool = True) -> LoadedConfig:
     """Load the configuration that the command line asks for, and check what can be checked without torch."""
     from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
-    config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
-    check_before_loading(config, reads_rows=reads_rows)
-    return config
+    loaded = load_with_places(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
+    with refusals_at(loaded.places):
+        check_before_loading(loaded.config, reads_rows=reads_rows)
+    return loaded

@@ -12,16 +12,18 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from tinyrl.config.effect import contradictions, given_settings, without_effect
+from tinyrl.config.conflicts import contradictions
+from tinyrl.config.effect import given_settings, without_effect
 from tinyrl.config.explain import UNKNOWN, explain
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
+from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
 from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import fields_of
@@ -42,21 +44,11 @@ OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  #
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where settings were written: a file, or another name for messages, and the line of each."""
+class LoadedConfig:
+    """A configuration, and where its settings were given."""
 
-    name: str
-    lines: dict[str, int] = field(default_factory=dict)
-
-    def place(self, settings: Sequence[str]) -> str:
-        """Return the name, and the line of the first of the settings (of the last part of it) that has one."""
-        for setting in settings:
-            part = setting
-            while part:
-                if part in self.lines:
-                    return f"{self.name}:{self.lines[part]}"
-                part = part[: max(part.rfind("."), part.rfind("["), 0)]
-        return self.name
+    config: Config
+    places: Places
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -206,102 +198,103 @@ def as_override(key: str, value: Any) -> str:
 def load_config(
     method: str, recipe: str | None, *, overrides: list[str], note: Callable[[str], object] | None = None
 ) -> Config:
-    """Load the configuration of `tinyrl train METHOD [RECIPE] [overrides]`.
+    """Load the configuration of `tinyrl train METHOD [RECIPE] [overrides]`."""
+    return load_with_places(method, recipe, overrides=overrides, note=note).config
+
+
+def load_with_places(
+    method: str,
+    recipe: str | None,
+    *,
+    overrides: list[str],
+    arguments: dict[str, str] | None = None,
+    note: Callable[[str], object] | None = None,
+) -> LoadedConfig:
+    """Load the configuration of `tinyrl train METHOD [RECIPE] [overrides]`, and where its settings were given.
 
     Without a recipe the embedded default is used, unless an override names another model or other data: then the
-    general defaults are. `note` is called with a sentence for each setting of the recipe that has no effect. Raises
-    ValueError with a sentence for people.
+    general defaults are. arguments: those of the Python API that overrides were, by setting. `note` is called with a
+    sentence for each setting of the recipe that has no effect. Raises ValueError with a sentence for people.
     """
     if method not in METHODS:
         near = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
     missing = list[str]()
-    if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
+    is_default = recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides)
+    if is_default:
         recipe = METHODS[method].recipe
         missing = ["model.path", "task.data"]
         needs_reward = METHODS[method].samples and METHODS[method].rewarded
-        if needs_reward and _override_of(["reward.functions"], overrides) is None:
+        if needs_reward and Places(overrides=tuple(overrides)).override_of("reward.functions") is None:
             missing.append("reward.functions")
-    path = find_recipe(recipe) if recipe else None
-    values, lines = read_with_lines(path) if path else ({}, {})
+    values: dict[str, Any] = {}
+    source = Source()
+    if recipe:
+        path = find_recipe(recipe)
+        values, lines = read_with_lines(path)
+        source = Source(f"default recipe {path.name}" if is_default else str(path), lines)
+    places = Places(source, tuple(overrides), arguments or {})
+    with refusals_at(places):
+        _check_sections(method, values, overrides)
+    method_given = {"method": method} if is_method(values.get("method", method)) else {}
+    values |= method_given
+    config = build_config(values, overrides, places=places, new=True, missing=missing)
+    for setting in given_settings(values):
+        ineffective = without_effect(config, setting, of_recipe=True)
+        if ineffective is not None and note is not None:
+            note(Places(source).sentence(ineffective))
+    return LoadedConfig(config, places)
+
+
+def _check_sections(method: str, values: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Raise Refusal for a recipe of another method, and for overrides of sections that this one lacks. A recipe may
+    hold sections of other methods beside its own.
+    """
     written = values.get("method", method)
     own = METHODS[method].section
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
-        raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
-    for override in overrides:  # a recipe may hold sections of other methods, an override may not
+        raise Refusal(("method",), f"this recipe is for `tinyrl train {written}`, not {method}")
+    for override in overrides:
         setting, _, text = override.partition("=")
         section, _, name = setting.partition(".")
         if section == "method" or (section in OPTIONAL_SECTIONS and section not in METHODS[method].sections):
             if setting in REMOVED:  # whatever is trained
-                raise ValueError(f"override '{truncate(override)}': {REMOVED[setting].refusal(setting, text)}")
+                raise REMOVED[setting].refusal(setting, text)
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise ValueError(f"override '{truncate(override)}': `{section}` is no section of `train {method}`.{meant}")
-    method_given = {"method": method} if is_method(written) else {}
-    values |= method_given
-    source = Source(str(path or "settings"), lines)
-    config = build_config(values, overrides, source=source, new=True, missing=missing)
-    for setting in given_settings(values):
-        sentence = without_effect(config, setting, of_recipe=True)
-        if sentence is not None and note is not None:
-            note(f"{source.place([setting])}: {sentence}")
-    return config
+            raise Refusal((setting,), f"`{section}` is no section of `train {method}`.{meant}")
 
 
 def build_config(
     values: dict[str, Any],
     overrides: Sequence[str] = (),
     *,
-    source: Source | None = None,
+    places: Places | None = None,
     new: bool = False,
     missing: Sequence[str] = (),
 ) -> Config:
     """Validate nested values with overrides laid over them. Raises ValueError with the first problems as sentences.
 
     An override that has no effect, or contradicts another setting, is refused. new: the values are somebody's, and not
-    a run's config.yaml, so no two of them may contradict each other. missing: settings that a run of one's own needs
-    besides, for the answer to unknown names.
+    a run's config.yaml, so no two of them may contradict each other. places: where values and overrides were given
+    (default: the overrides alone have a place). missing: settings that a run of one's own needs besides, for the answer
+    to unknown names.
     """
-    source = source or Source("settings")
-
-    def place(settings: Sequence[str]) -> str:
-        override = _override_of(settings, overrides)
-        return source.place(settings) if override is None else f"override '{truncate(override)}'"
-
+    places = places or Places(overrides=tuple(overrides))
     values = apply_overrides(values, overrides)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        sentences = explain(error, values.get("method"), place, missing=missing)
+        sentences = explain(error, values.get("method"), places, missing=missing)
         has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     typed = given_settings(apply_overrides({}, overrides))
-    for setting in typed:
-        if (sentence := without_effect(config, setting)) is not None:
-            raise ValueError(f"{place([setting])}: {sentence}{_remedy(config, setting, overrides)}")
-    for found in contradictions(config):
-        if new or any(setting in typed for setting in found.settings):
-            raise ValueError(f"{place(found.settings)}: {found.sentence}")
+    with refusals_at(places):
+        for setting in typed:
+            ineffective = without_effect(config, setting, override=places.override_of(setting))
+            if ineffective is not None:
+                raise ineffective
+        raise_first(found for found in contradictions(config) if new or not {*typed}.isdisjoint(found.settings))
     return config
-
-
-def _remedy(config: Config, setting: str, overrides: Sequence[str]) -> str:
-    """Return what to type to have an override that does not count, where that is one override more; "" elsewhere."""
-    section, _, name = setting.partition(".")
-    unmet = config.unmet(section, name)
-    override = _override_of([setting], overrides)
-    if override is None or unmet is None or unmet.remedy is None:
-        return ""
-    return f". To have it: {shlex.join([unmet.remedy, override])}"
-
-
-def _override_of(settings: Sequence[str], overrides: Sequence[str]) -> str | None:
-    """Return the last override that gives one of the settings, or a part of it."""
-    for setting in settings:
-        for override in reversed(overrides):
-            key = override.partition("=")[0]
-            if f"{setting}.".startswith((f"{key}.", f"{key}[")) or key.startswith(f"{setting}."):
-                return override
-    return None
 
 
 def dump_config(config: Config) -> str:
@@ -312,4 +305,5 @@ def dump_config(config: Config) -> str:
 def load_written_config(path: Path, *, overrides: Sequence[str] = ()) -> Config:
     """Read a run's config.yaml, of this version or an earlier one, with overrides laid over it."""
     values, lines = read_with_lines(path)
-    return build_config(ignore_neutral(values), overrides, source=Source(str(path), lines))
+    places = Places(Source(str(path), lines), tuple(overrides))
+    return build_config(ignore_neutral(values), overrides, places=places)

@@ -26,7 +26,8 @@ from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.marks import Named
-from tinyrl.config.recipe import Source, build_config
+from tinyrl.config.recipe import build_config
+from tinyrl.config.refusal import Places, Source, refusals_at
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -331,8 +332,8 @@ def fork(
     checkpoint = checkpoints.checkpoint_of(path)
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
-    source = Source(f"{checkpoint.name} of {old.path}")
-    config = build_config(ignore_neutral(kept.config), overrides, source=source)
+    places = Places(Source(f"{checkpoint.name} of {old.path}"), tuple(overrides))
+    config = build_config(ignore_neutral(kept.config), overrides, places=places)
     tell_code(old.path, config)
     last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
     epochs = config.run.epochs  # steps are known when rows are read
@@ -349,7 +350,8 @@ def fork(
         copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
-        run = resume(new, options=options, config=config, allow_config_change=True, until=until)
+        with refusals_at(places):
+            run = resume(new, options=options, config=config, allow_config_change=True, until=until)
         if run is None:
             raise ValueError(last)
         undo.callback(run.method.close)

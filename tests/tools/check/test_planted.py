@@ -188,7 +188,7 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sections_of(words: str, options: dict[str, Any]) -> list[CheckSection]:
-    config = config_of(words.split())
+    config = config_of(words.split()).config
     sections = [*check(config, options=Options(device="cpu"), **options)]
     assert all(len(section.render().splitlines()) <= 20 and "\x1b" not in section.render() for section in sections)
     return sections
