@@ -26,6 +26,7 @@ from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
 from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
+from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
@@ -86,20 +87,30 @@ def train(
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        config = load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)
-        check_before_loading(config)
-        from tinyrl.training.launch import start  # with torch
-
-        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
-        launch = start(
-            config,
-            options=options,
-            output_dir=folder,
-            name=name,
-            overwrite=overwrite,
-            command=command,
-            on_step=on_step,
+        arguments: dict[str, str] = {}
+        if reward is not None:
+            arguments["reward.functions"] = "reward"
+        if rows is not None:
+            arguments["task.data"] = "rows"
+        if eval_rows is not None:
+            arguments["task.eval_data"] = "eval_rows"
+        config = load_config(
+            method, recipe, overrides=overrides, arguments=arguments, note=print_note, facts=model_facts
         )
+        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
+        with refusals_at(config.given.places):
+            check_before_loading(config)
+            from tinyrl.training.launch import start  # with torch
+
+            launch = start(
+                config,
+                options=options,
+                output_dir=folder,
+                name=name,
+                overwrite=overwrite,
+                command=command,
+                on_step=on_step,
+            )
         return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
 
 
@@ -185,16 +196,17 @@ class OpenedRun:
         with alone():
             config = changed_config(self._folder, overrides_from(settings))
             tell_code(self.path, config)
-            check_before_loading(config)
-            from tinyrl.training.launch import resume  # with torch
+            with refusals_at(config.given.places):
+                check_before_loading(config)
+                from tinyrl.training.launch import resume  # with torch
 
-            launch = resume(
-                self._folder,
-                options=options,
-                config=config,
-                allow_config_change=allow_config_change,
-                on_step=on_step,
-            )
+                launch = resume(
+                    self._folder,
+                    options=options,
+                    config=config,
+                    allow_config_change=allow_config_change,
+                    on_step=on_step,
+                )
             self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from tinyrl.config.derive import ModelFacts, derive, derive_over, read_written
-from tinyrl.config.given import Given, Source
+from tinyrl.config.given import Given
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.recipe import dump_config, dump_given, load_config, load_written_config
+from tinyrl.config.refusal import Source
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
 

@@ -1,6 +1,8 @@
 """Settings without effect and contradictions: refused, or noted, each beside a near miss that is accepted."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import tinyrl
 from tinyrl.cli.commands import app
 from tinyrl.config.derive import derive_over, rebuilt
 from tinyrl.config.marks import OnlyIf
+from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import dump_config, load_config, load_written_config
-from tinyrl.config.settings import SECTIONS, describe
+from tinyrl.config.settings import SECTIONS, describe, fields_of
 from tinyrl.config.yaml_reader import parse_plain
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import TASKS, load_task
@@ -194,15 +197,29 @@ def test_a_resume_without_one_looks_for_the_run():
 
 
 def test_every_condition_is_of_settings_there_are_and_on_the_page():
-    config = config_of({"method": "grpo"})
+    configs = [config_of({"method": method}) for method in METHODS]
     count = 0
     for section in SECTIONS:
-        fields = type(getattr(config, section)).model_fields
+        fields = type(getattr(configs[0], section)).model_fields
         rows = {name: meaning for name, _, meaning in describe(section)}
         for name, field in fields.items():
             for mark in field.metadata:
                 if isinstance(mark, OnlyIf):
                     count += 1
-                    mark.holds(config, section)
-                    assert mark.full(section) in rows[name]
+                    assert {type(mark.holds(config)) for config in configs} == {bool}
+                    assert mark.words in rows[name]
+                    for setting in re.findall(r"([a-z_]+)\.([a-z_]+)", mark.words):
+                        assert setting[1] in fields_of(setting[0])
     assert count > 30
+
+
+def test_what_to_type_for_a_setting_that_does_not_count_is_taken():
+    for override, other in (
+        ("lora.r=64", "model.adapter=adapter"),
+        ("generation.stop=['x']", "environment.agent=a.py:f"),
+        ("run.num_steps=7", "run.epochs=1"),
+    ):
+        with pytest.raises(ValueError, match="To have it: ") as caught:
+            config_of({"method": "grpo"}, [other, override])
+        remedy = shlex.split(str(caught.value).partition("To have it: ")[2])
+        config_of({"method": "grpo"}, [other, *remedy])

@@ -7,7 +7,7 @@ import pytest
 from pydantic import Field
 
 from tinyrl.cli.preflight import check_named
-from tinyrl.config.marks import Names, OnlyIf
+from tinyrl.config.marks import Names
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
 from tinyrl.runs.resolve import absolute_paths, config_of, resolve
@@ -172,49 +172,9 @@ def test_a_setting_that_does_not_count_is_not_looked_for():
         check_named(config_of(counted))
 
 
-@pytest.mark.parametrize(
-    ("condition", "holds"),
-    [
-        ("method is grpo", True),
-        ("method is ppo or method is grpo", True),
-        ("method is ppo or method is sft", False),
-        ("teacher.kl_coef > 0", False),
-        ("run.num_steps > 199", True),
-        ("run.num_steps > 200", False),
-        ("num_steps > 199", True),
-        ("num_steps > 200", False),
-        ("model.adapter is null", True),
-        ("model.adapter is not null", False),
-        ("environment.tools is []", True),
-        ("lora.enabled is true and lora.enabled is not false", True),
-        ("method is grpo and lora.enabled is false or task.chat is auto", True),
-    ],
-)
-def test_conditions(condition: str, holds: bool):
-    assert OnlyIf(condition, why="no").holds(config_of({"method": "grpo"}), "run") is holds
-
-
-@pytest.mark.parametrize(
-    ("name", "has_turns", "searches"),
-    [("mine.py:TASK", True, True), ("lookup", True, False), ("search_qa", True, True), ("rows", False, False)],
-)
-def test_a_condition_on_the_kind_of_a_task(name: str, has_turns: bool, searches: bool):
-    config = config_of({"method": "grpo", "task": {"name": name}})
-    assert OnlyIf("task.name is a task with turns", why="no").holds(config, "environment") is has_turns
-    assert OnlyIf("task.name is not a task with turns", why="no").holds(config, "environment") is not has_turns
-    assert OnlyIf("task.name is a task that searches", why="no").holds(config, "environment") is searches
-
-
 def test_rows_are_compared_as_they_were_read():
     first = read_sources(wider(), rows={"training": "a"}, known={})
     Path("rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     assert changed_sources(first, read_sources(wider(), rows={"training": "a"}, known={})) == []
     now = read_sources(wider(), rows={"training": "b"}, known={})
     assert changed_sources(first, now) == [ChangedInput("training rows", "have changed")]
-
-
-def test_a_condition_with_the_whole_names_of_settings():
-    condition = OnlyIf("kl_coef > 0 and method is ppo or tools is not [] or critic.kind is shared", why="no")
-    assert condition.full("ppo") == (
-        "ppo.kl_coef > 0 and method is ppo or ppo.tools is not [] or critic.kind is shared"
-    )

@@ -80,7 +80,7 @@ def test_a_function_in_place_of_a_list_is_refused_with_the_line_to_type():
         (SORT + "reward:\n  functions:\n    - {use: a.py:f}\n    - {use: judge}\n", "r.yaml:6: ", "needs url"),
         (SORT + "grpo:\n  minibatch_size: 7\n", "r.yaml:4: ", "does not divide"),
         ("method: gpro\n", "r.yaml:1: ", "`grpo`"),
-        ("method: ppo\n", "r.yaml: ", "train ppo`, not grpo"),
+        ("method: ppo\n", "r.yaml:1: ", "train ppo`, not grpo"),
     ],
 )
 def test_a_bad_recipe_is_refused(recipe: Callable[..., str], content: str | bytes, place: str, part: str):

@@ -11,6 +11,7 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.cli.train import typed_config
+from tinyrl.config.refusal import refusals_at
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.launched import Options
@@ -52,10 +53,11 @@ def check(
         samples=samples,
         minutes=minutes,
     )
-    for section in checked:
-        sections.append(section)
-        if not json_output:
-            print(section.render(), flush=True)
+    with refusals_at(config.given.places):
+        for section in checked:
+            sections.append(section)
+            if not json_output:
+                print(section.render(), flush=True)
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tinyrl.config.conflicts import training_conflicts
 from tinyrl.config.marks import Named
-from tinyrl.config.schema import Config, check_training
+from tinyrl.config.refusal import Places, Refusal, raise_first, refusals_at
+from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
 from tinyrl.evaluation.targets import Asked, check_asked, check_side, find
@@ -25,17 +27,26 @@ THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the 
 
 
 def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
-    """Raise ValueError for what would stop a run before its first step and needs no model to be found."""
-    check_training(config)
+    """Raise Refusal for what would stop a run before its first step and needs no model to be found, and ValueError for
+    bad rows.
+    """
+    raise_first(training_conflicts(config))
     if config.generation.engine == "server" and launched().world_size > 1:
-        raise ValueError("generation.engine=server samples for one process: leave the launcher out, or take auto")
+        raise Refusal(
+            ("generation.engine",),
+            "generation.engine=server samples for one process: leave the launcher out, or take auto",
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.run.threads != "auto" and config.run.threads > THREADS_A_CORE * cores:
         most = f"at most {THREADS_A_CORE * cores} on the {cores} cores of this machine"
-        raise ValueError(f"run.threads={config.run.threads}: {most}; auto chooses them by the model's width")
+        raise Refusal(
+            ("run.threads",), f"run.threads={config.run.threads}: {most}; auto chooses them by the model's width"
+        )
     check_trackers(config.run.trackers)
     if config.learns_from_teacher and config.teacher.path is None:
-        raise ValueError("teacher.path is missing: a run, an adapter, a model, a server's address, self or start")
+        raise Refusal(
+            ("teacher.path",), "teacher.path is missing: a run, an adapter, a model, a server's address, self or start"
+        )
     _check_task(config)
     check_named(config)
     check_rubrics(config)
@@ -53,39 +64,44 @@ def _check_task(config: Config) -> None:
     has_episodes = task.respond is not None or task.environment is not None
     if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
         fraction = config.distill.on_policy_fraction
-        raise ValueError(
-            f"distill.on_policy_fraction={fraction} takes given answers, and task.name={config.task.name} has episodes"
+        raise Refusal(
+            ("distill.on_policy_fraction", "task.name"),
+            f"distill.on_policy_fraction={fraction} takes given answers, and task.name={config.task.name} has episodes",
         )
 
 
 def check_named(config: Config, *, sections: tuple[str, ...] | None = None) -> None:
-    """Raise ValueError for a setting (of `sections`; None: of all) that names something that does not exist."""
+    """Raise Refusal for a setting (of `sections`; None: of all) that names something that does not exist."""
     task = load_task(config.task.name or "rows")
     for named in config.named():
         section = named.place[0]
         generated = section == "task" and task.generate is not None  # task.data is a name that the task knows
         if (sections is None or section in sections) and not (named.kind == "rows" and generated):
-            _check_named(named)
+            problem = _problem_with(named)
+            if problem is not None:
+                raise Refusal((named.setting,), problem)
 
 
-def _check_named(named: Named) -> None:
-    match named.kind:
-        case "model":
-            check_model_path(named.label, named.value)
-        case "rows":
-            try:
+def _problem_with(named: Named) -> str | None:
+    """Return what is wrong with a value that names something, in a sentence; None where it is there."""
+    try:
+        match named.kind:
+            case "model":
+                check_model_path(named.label, named.value)
+            case "rows":
                 reader_of(named.value)
-            except ValueError as error:
-                raise ValueError(f"{named.label}: {error}") from None
-        case "code":
-            parse_use(named.value, setting=named.label)
-        case "file" if not named.names.made and not os.path.isfile(os.path.expanduser(named.value)):
-            raise ValueError(f"{named.label}={truncate(named.value, 300)}: there is no such file")
-        case "server" if not is_address(named.value):
-            url = truncate(mask_url(named.value))
-            raise ValueError(f"{named.label}={url} is not the address of a server: http://HOST:PORT")
-        case _:
-            pass
+            case "code":
+                parse_use(named.value, setting=named.label)
+            case "file" if not named.names.made and not os.path.isfile(os.path.expanduser(named.value)):
+                return f"{named.label}={truncate(named.value, 300)}: there is no such file"
+            case "server" if not is_address(named.value):
+                url = truncate(mask_url(named.value))
+                return f"{named.label}={url} is not the address of a server: http://HOST:PORT"
+            case _:
+                pass
+    except ValueError as error:
+        return f"{named.label}: {error}" if named.kind == "rows" else str(error)
+    return None
 
 
 def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
@@ -98,10 +114,11 @@ def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> Non
     check_asked(found, asked)
     for config in (found.sampled, found.measured):
         if config is not None and not asked.as_it_is:
-            _check_task(config)
-            check_named(config, sections=("reward", "task"))
-            check_rubrics(config)
-            check_judge_budgets(config)
+            with refusals_at(Places(overrides=asked.settings)):
+                _check_task(config)
+                check_named(config, sections=("reward", "task"))
+                check_rubrics(config)
+                check_judge_budgets(config)
 
 
 def check_model_path(key: str, path: str | None) -> None:

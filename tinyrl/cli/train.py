@@ -13,6 +13,7 @@ import typer
 from tinyrl.cli.options import settings_argument
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
+from tinyrl.config.refusal import refusals_at
 from tinyrl.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
@@ -55,12 +56,13 @@ def train(
         opened = open_run(resume, writes=main)
         config = changed_config(opened, words)
         tell_code(opened.path, config)
-        check_before_loading(config)
-        from tinyrl.training import launch  # with torch
+        with refusals_at(config.given.places):
+            check_before_loading(config)
+            from tinyrl.training import launch  # with torch
 
-        run = launch.resume(
-            opened, options=options, config=config, allow_config_change=allow_config_change, until=until
-        )
+            run = launch.resume(
+                opened, options=options, config=config, allow_config_change=allow_config_change, until=until
+            )
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -79,7 +81,8 @@ def train(
         from tinyrl.training import launch  # with torch
 
         try:
-            run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
+            with refusals_at(config.given.places):
+                run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
@@ -103,5 +106,6 @@ def typed_config(words: list[str], *, reads_rows: bool = True) -> Config:
     recipe = words[0] if has_recipe else None
     overrides = words[1:] if has_recipe else words
     config = load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)
-    check_before_loading(config, reads_rows=reads_rows)
+    with refusals_at(config.given.places):
+        check_before_loading(config, reads_rows=reads_rows)
     return config

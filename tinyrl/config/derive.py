@@ -7,7 +7,6 @@ a run's configuration is derived anew, so a resume without overrides is of confi
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -15,17 +14,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.effect import contradictions, given_settings, without_effect
-from tinyrl.config.explain import UNKNOWN, explain, settings_named
-from tinyrl.config.given import Given, Source, apply_overrides, settings_in
+from tinyrl.config.conflicts import conflicts, contradictions
+from tinyrl.config.effect import given_settings, without_effect
+from tinyrl.config.explain import UNKNOWN, explain
+from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.method_sections import PPO_PRESETS, PRESETS, GrpoConfig, PpoConfig, Presets
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
 from tinyrl.config.removed import REMOVED
-from tinyrl.config.schema import Config, conflicts
+from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, GenerationConfig, Section
 from tinyrl.config.settings import fields_of
 from tinyrl.errors import UnknownSettings
-from tinyrl.text import truncate
 
 FULL_RATE = 1e-6  # of the policy; with LoRA, which starts at nothing, fifty times as much
 LORA_RATE = 5e-5
@@ -161,23 +161,23 @@ def derive(given: Given, facts: FactsOf = no_facts, *, missing: Sequence[str] = 
     besides, for the answer to unknown names.
     """
     config = _whole(given.values, given, facts, missing=missing)
-    _check_effect(config, given)
-    for found in contradictions(config):
-        raise ValueError(f"{given.place(found.settings)}: {found.sentence}")
+    with refusals_at(given.places):
+        _check_effect(config, given)
+        raise_first(contradictions(config))
     return config
 
 
 def check_overrides(method: str, overrides: Sequence[str]) -> None:
-    """Raise ValueError for an override of a section that the method lacks; a recipe may hold those of others."""
+    """Raise Refusal for an override of a section that the method lacks; a recipe may hold those of others."""
     for override in overrides:
         setting, _, text = override.partition("=")
         section, _, name = setting.partition(".")
         if section == "method" or (section in OPTIONAL_SECTIONS and section not in METHODS[method].sections):
             if setting in REMOVED:  # whatever is trained
-                raise ValueError(f"override '{truncate(override)}': {REMOVED[setting].refusal(setting, text)}")
+                raise REMOVED[setting].refusal(setting, text)
             own = METHODS[method].section
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise ValueError(f"override '{truncate(override)}': `{section}` is no section of `train {method}`.{meant}")
+            raise Refusal((setting,), f"`{section}` is no section of `train {method}`.{meant}")
 
 
 def kept_against(config: Config, facts: FactsOf = no_facts) -> Iterator[str]:
@@ -195,9 +195,9 @@ def kept_against(config: Config, facts: FactsOf = no_facts) -> Iterator[str]:
         kept = getattr(getattr(config, section), name)
         follows_value = rule.value(config, of_model)
         if given.has(rule.setting, null_counts=rule.null_is_value) and kept != follows_value:
-            override = given.override_of([*follows])
+            override = given.places.override_of(min(follows))
             yield (
-                f"{given.source.place([rule.setting])}: `{rule.setting}` stays {_shown(kept)}, where {override} alone "
+                f"{given.places.of([rule.setting])}: `{rule.setting}` stays {_shown(kept)}, where {override} alone "
                 f"would give {_shown(follows_value)}"
             )
 
@@ -218,15 +218,15 @@ def derive_over(config: Config, overrides: Sequence[str], facts: FactsOf = no_fa
     given = config.given
     if given.is_whole:
         given = replace(given, values=without_derived(values, facts), is_whole=False)
-    check_overrides(config.method, overrides)
     given = replace(given, values={**given.values, "method": config.method}).over(overrides)
+    with refusals_at(given.places):
+        check_overrides(config.method, overrides)
     values = apply_overrides(values, overrides)
     changed = {*settings_in(apply_overrides({}, overrides))}
     whole = _whole(values, given, facts, changed=changed)
-    _check_effect(whole, given)
-    for found in contradictions(whole):
-        if changed & {*found.settings}:
-            raise ValueError(f"{given.place(found.settings)}: {found.sentence}")
+    with refusals_at(given.places):
+        _check_effect(whole, given)
+        raise_first(found for found in contradictions(whole) if changed & {*found.settings})
     return whole
 
 
@@ -236,10 +236,9 @@ def rebuilt(values: dict[str, Any], overrides: Sequence[str] = (), facts: FactsO
     """
     given = Given(values).over(overrides)
     config = _whole(given.values, given, facts)
-    _check_effect(config, given)
-    for found in contradictions(config):
-        if {*given.typed} & {*found.settings}:
-            raise ValueError(f"{given.place(found.settings)}: {found.sentence}")
+    with refusals_at(given.places):
+        _check_effect(config, given)
+        raise_first(found for found in contradictions(config) if {*given.typed} & {*found.settings})
     return config
 
 
@@ -251,10 +250,10 @@ def read_written(values: dict[str, Any], source: Source, given: Mapping[str, Any
     """Return the configuration that a run's config.yaml, or a checkpoint, has. given: what was given to the run; None:
     it is of an earlier version, so a value that equals what its rule derives will count as derived.
     """
-    config = _whole(values, Given(values, source), no_facts)
+    config = _whole(values, Given(values, Places(source)), no_facts)
     if given is None:
-        return config.with_given(Given(values, source, is_whole=True))
-    return config.with_given(Given(dict(given), source))
+        return config.with_given(Given(values, Places(source), is_whole=True))
+    return config.with_given(Given(dict(given), Places(source)))
 
 
 def without_derived(values: dict[str, Any], facts: FactsOf = no_facts) -> dict[str, Any]:
@@ -293,7 +292,7 @@ def _whole(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        sentences = explain(error, values.get("method"), given.place, missing=missing)
+        sentences = explain(error, values.get("method"), given.places, missing=missing)
         has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     of_model = facts(config)
@@ -311,24 +310,14 @@ def _whole(
         if value != attrgetter(rule.setting)(config):
             config = config.with_setting(rule.setting, value)
             changed.add(rule.setting)
-    for problem in conflicts(config):
-        raise ValueError(f"{given.place(settings_named(problem))}: {problem}")
+    with refusals_at(given.places):
+        raise_first(conflicts(config))
     return config.with_given(given)
 
 
 def _check_effect(config: Config, given: Given) -> None:
-    """Raise ValueError for an override that has no effect."""
-    for setting in given_settings(apply_overrides({}, given.overrides)):
-        if (sentence := without_effect(config, setting)) is not None:
-            raise ValueError(f"{given.place([setting])}: {sentence}{_remedy(config, setting, given)}")
-
-
-def _remedy(config: Config, setting: str, given: Given) -> str:
-    """Return what to type for an override that counts only where another setting is null; "" for other conditions."""
-    section, _, name = setting.partition(".")
-    unmet = config.unmet(section, name)
-    override = given.override_of([setting])
-    other, _, rest = ("", "", "") if unmet is None else unmet.full(section).partition(" is null")
-    if override is None or not other or " " in other or rest:
-        return ""
-    return f". To have it: {shlex.join([f'{other}=null', override])}"
+    """Raise Refusal for an override that has no effect."""
+    for setting in given_settings(apply_overrides({}, given.places.overrides)):
+        ineffective = without_effect(config, setting, override=given.places.override_of(setting))
+        if ineffective is not None:
+            raise ineffective

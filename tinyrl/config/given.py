@@ -16,6 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from tinyrl.config.refusal import Places
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import parse_inline, parse_plain, quoted
 from tinyrl.text import truncate
@@ -24,38 +25,25 @@ NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where settings were written: a file, or another name for messages, and the line of each."""
-
-    name: str
-    lines: Mapping[str, int] = field(default_factory=dict)
-
-    def place(self, settings: Sequence[str]) -> str:
-        """Return the name, and the line of the first of the settings (of the last part of it) that has one."""
-        for setting in settings:
-            part = setting
-            while part:
-                if part in self.lines:
-                    return f"{self.name}:{self.lines[part]}"
-                part = part[: max(part.rfind("."), part.rfind("["), 0)]
-        return self.name
-
-
-@dataclass(frozen=True)
 class Given:
-    """Nested values as they were given, with the overrides laid over them. source: of the values below those;
-    is_whole: they are all settings of a run of an earlier version, which did not keep what was given.
+    """Nested values as they were given, and where. is_whole: they are all settings of a run of an earlier version,
+    which did not keep what was given.
     """
 
     values: dict[str, Any]
-    source: Source = Source("settings")
-    overrides: tuple[str, ...] = ()
+    places: Places = field(default_factory=Places)
     is_whole: bool = False
 
-    def over(self, overrides: Sequence[str]) -> Given:
-        """Return these values with overrides laid over them. Raises ValueError for one that cannot be read."""
-        values = apply_overrides(self.values, overrides)
-        return replace(self, values=values, overrides=(*self.overrides, *overrides))
+    def over(self, overrides: Sequence[str], *, arguments: Mapping[str, str] | None = None) -> Given:
+        """Return these values with overrides laid over them. arguments: those of the Python API that overrides were, by
+        setting. Raises ValueError for an override that cannot be read.
+        """
+        places = replace(
+            self.places,
+            overrides=(*self.places.overrides, *overrides),
+            arguments={**self.places.arguments, **(arguments or {})},
+        )
+        return replace(self, values=apply_overrides(self.values, overrides), places=places)
 
     def has(self, setting: str, *, null_counts: bool = False) -> bool:
         """Return whether a setting has a value; null_counts: also where that is null."""
@@ -65,24 +53,10 @@ class Given:
             return False
         return null_counts or own[name] is not None
 
-    def place(self, settings: Sequence[str]) -> str:
-        """Return where the first of some settings that has a place was given."""
-        override = self.override_of(settings)
-        return self.source.place(settings) if override is None else f"override '{truncate(override)}'"
-
-    def override_of(self, settings: Sequence[str]) -> str | None:
-        """Return the last override that gives one of the settings, or a part of it."""
-        for setting in settings:
-            for override in reversed(self.overrides):
-                key = override.partition("=")[0]
-                if f"{setting}.".startswith((f"{key}.", f"{key}[")) or key.startswith(f"{setting}."):
-                    return override
-        return None
-
     @property
     def typed(self) -> list[str]:
         """Return the settings that overrides give."""
-        return settings_in(apply_overrides({}, self.overrides))
+        return settings_in(apply_overrides({}, self.places.overrides))
 
 
 def settings_in(values: Mapping[str, Any]) -> list[str]:

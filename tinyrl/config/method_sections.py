@@ -28,7 +28,24 @@ Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
 PairLoss = Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"]
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 GroupSize = Annotated[int, Field(ge=1, le=100_000)]
-CLIPS = OnlyIf("surrogate is not cispo", why="CISPO caps the ratio and clips none")
+CLIPS = OnlyIf(
+    lambda config: config.grpo.surrogate != "cispo",
+    "grpo.surrogate is not cispo",
+    why="CISPO caps the ratio and clips none",
+)
+GROUPED = OnlyIf(
+    lambda config: config.grpo.advantage == "group", "grpo.advantage is group", why="other advantages have no scale"
+)
+SHARED_CRITIC = OnlyIf(
+    lambda config: config.critic.kind == "shared", "critic.kind is shared", why="the critic has a loss alone"
+)
+LEARNS_PTX = OnlyIf(lambda config: config.ppo.ptx_coef > 0, "ppo.ptx_coef > 0", why="nothing is learnt from it")
+SIGMOID = OnlyIf(
+    lambda config: config.dpo.loss == "sigmoid", "dpo.loss is sigmoid", why="other losses have no such term"
+)
+SIMPO = OnlyIf(lambda config: config.dpo.loss == "simpo", "dpo.loss is simpo", why="other losses have no such term")
+GRPO_KL = OnlyIf(lambda config: config.grpo.kl_coef > 0, "grpo.kl_coef > 0", why="there is no KL")
+PPO_KL = OnlyIf(lambda config: config.ppo.kl_coef > 0, "ppo.kl_coef > 0", why="there is no KL")
 
 Presets = dict[str, dict[str, Any]]  # by preset, the fields that differ from the defaults of the section
 PRESETS: Presets = {
@@ -66,11 +83,7 @@ class OnPolicySection(Section):
 NumEpochs = Annotated[Epochs, Field(description="passes over one rollout")]
 MinibatchSize = Annotated[Positive | None, Field(description="sequences per optimizer step; null: the whole rollout")]
 KlCoef = Annotated[NonNegativeFloat, Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")]
-KlEstimator = Annotated[
-    Literal["k1", "k2", "k3"],
-    OnlyIf("kl_coef > 0", why="there is no KL"),
-    Field(description="k1: KL in the reward; k3 or k2: KL in the loss"),
-]
+KlEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="k1: KL in the reward; k3 or k2: KL in the loss")]
 
 
 class PolicyGradientSection(OnPolicySection):
@@ -113,13 +126,14 @@ class GrpoConfig(PolicyGradientSection):
         default="group",
         description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch",
     )
-    advantage_scale: Annotated[Scale, OnlyIf("advantage is group", why="other advantages have no scale")] = Field(
+    advantage_scale: Annotated[Scale, GROUPED] = Field(
         default="std", description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
     )
     clip_eps_high: Annotated[PositiveFloat, CLIPS] = Field(
         default=0.28, description="the ratio is clipped above at 1 + clip_eps_high"
     )
-    kl_unbiased: Annotated[bool, OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
+    kl_estimator: Annotated[KlEstimator, GRPO_KL] = "k3"
+    kl_unbiased: Annotated[bool, GRPO_KL] = Field(
         default=False, description="weigh k3 in the loss by the ratio: the gradient of the reverse KL, also off policy"
     )
     aggregation: Aggregation = Field(
@@ -140,7 +154,7 @@ class PpoConfig(PolicyGradientSection):
     num_epochs: NumEpochs = 4
     minibatch_size: MinibatchSize = 64
     kl_coef: KlCoef = 0.05
-    kl_estimator: KlEstimator = "k1"
+    kl_estimator: Annotated[KlEstimator, PPO_KL] = "k1"
     value_clip_eps: PositiveFloat | None = Field(
         default=0.2, description="value clipping range (PPO2); null: plain squared error"
     )
@@ -149,11 +163,11 @@ class PpoConfig(PolicyGradientSection):
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
-    value_coef: Annotated[NonNegativeFloat, OnlyIf("critic.kind is shared", why="the critic has a loss alone")] = Field(
+    value_coef: Annotated[NonNegativeFloat, SHARED_CRITIC] = Field(
         default=0.1, description="weight of the value loss under critic.kind=shared"
     )
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
-    ptx_data: Annotated[Text | None, Names("rows"), OnlyIf("ptx_coef > 0", why="nothing is learnt from it")] = Field(
+    ptx_data: Annotated[Text | None, Names("rows"), LEARNS_PTX] = Field(
         default=None, description="rows of text as sft reads them: a file, or a hub name"
     )
 
@@ -185,10 +199,8 @@ class RewardModelConfig(Section):
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
     beta: PositiveFloat = Field(default=0.1, description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Annotated[Smoothing, OnlyIf("loss is sigmoid", why="other losses have no such term")] = Field(
-        default=0.0, description="share of wrong labels (cDPO)"
-    )
-    target_margin: Annotated[NonNegativeFloat, OnlyIf("loss is simpo", why="other losses have no such term")] = Field(
+    label_smoothing: Annotated[Smoothing, SIGMOID] = Field(default=0.0, description="share of wrong labels (cDPO)")
+    target_margin: Annotated[NonNegativeFloat, SIMPO] = Field(
         default=1.0, description="SimPO's gamma: target reward margin"
     )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")

@@ -14,8 +14,9 @@ from typing import Any
 
 from tinyrl.config.derive import FactsOf, check_overrides, derive, kept_against, no_facts, read_written, without_derived
 from tinyrl.config.effect import given_settings, without_effect
-from tinyrl.config.given import Given, Source
+from tinyrl.config.given import Given
 from tinyrl.config.methods import METHODS, is_method
+from tinyrl.config.refusal import Places, Refusal, Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_with_lines
@@ -95,28 +96,35 @@ def load_config(
     recipe: str | None,
     *,
     overrides: list[str],
+    arguments: dict[str, str] | None = None,
     note: Callable[[str], object] | None = None,
     facts: FactsOf = no_facts,
 ) -> Config:
     """Load the configuration of `tinyrl train METHOD [RECIPE] [overrides]`.
 
     Without a recipe the embedded default is used, unless an override names another model or other data: then the
-    general defaults are. `note` is called with a sentence for each setting of the recipe that has no effect, or that
-    stays where an override would give it another value. Raises ValueError with a sentence for people.
+    general defaults are. arguments: those of the Python API that overrides were, by setting. `note` is called with a
+    sentence for each setting of the recipe that has no effect, or that stays where an override would give it another
+    value. Raises ValueError with a sentence for people.
     """
     if method not in METHODS:
         near = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
     missing = list[str]()
-    if recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides):
+    is_default = recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides)
+    if is_default:
         recipe = METHODS[method].recipe
         missing = ["model.path", "task.data"]
         needs_reward = METHODS[method].samples and METHODS[method].rewarded
-        if needs_reward and Given({}).over(overrides).override_of(["reward.functions"]) is None:
+        if needs_reward and Places(overrides=tuple(overrides)).override_of("reward.functions") is None:
             missing.append("reward.functions")
-    written = given_in(find_recipe(recipe), method, facts) if recipe else Given({"method": method})
-    check_overrides(method, overrides)
-    given = written.over(overrides)
+    written = Given({"method": method})
+    if recipe:
+        path = find_recipe(recipe)
+        written = given_in(path, method, facts, name=f"default recipe {path.name}" if is_default else str(path))
+    given = written.over(overrides, arguments=arguments)
+    with refusals_at(given.places):
+        check_overrides(method, overrides)
     config = derive(given, facts, missing=missing)
     if note is not None:
         for sentence in _notes(config, written, facts):
@@ -124,21 +132,23 @@ def load_config(
     return config
 
 
-def given_in(path: Path, method: str, facts: FactsOf) -> Given:
-    """Return what a recipe gives to a method. Of a run's config.yaml those values count that do not follow from others.
-    Raises ValueError for a recipe of another method.
+def given_in(path: Path, method: str, facts: FactsOf, *, name: str) -> Given:
+    """Return what a recipe, which messages call `name`, gives to a method. Of a run's config.yaml those values count
+    that do not follow from others. Raises ValueError for a recipe of another method.
     """
     values, lines = read_with_lines(path)
+    places = Places(Source(name, lines))
     written = values.get("method", method)
     own = METHODS[method].section
     if is_method(written) and written != method and not isinstance(values.get(own), dict):
-        raise ValueError(f"{path}: this recipe is for `tinyrl train {written}`, not {method}")
+        refusal = Refusal(("method",), f"this recipe is for `tinyrl train {written}`, not {method}")
+        raise ValueError(places.sentence(refusal))
     if not is_method(written):
-        return Given(values, Source(str(path), lines))
+        return Given(values, places)
     values = {**values, "method": method}
     if is_of_a_run(path):
         values = without_derived(ignore_neutral(values), facts)
-    return Given(values, Source(str(path), lines))
+    return Given(values, places)
 
 
 def is_of_a_run(path: Path) -> bool:
@@ -150,11 +160,11 @@ def _notes(config: Config, written: Given, facts: FactsOf) -> Iterator[str]:
     """Yield a sentence for each setting of a recipe that has no effect, or that stays where an override would give it
     another value. A run's config.yaml has every setting, and nobody asked for those.
     """
-    if not is_of_a_run(Path(written.source.name)):
+    if not is_of_a_run(Path(written.places.source.name)):
         for setting in given_settings(written.values):
-            sentence = without_effect(config, setting, of_recipe=True)
-            if sentence is not None:
-                yield f"{written.source.place([setting])}: {sentence}"
+            ineffective = without_effect(config, setting, of_recipe=True)
+            if ineffective is not None:
+                yield written.places.sentence(ineffective)
     yield from kept_against(config, facts)
 
 

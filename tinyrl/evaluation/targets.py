@@ -13,6 +13,7 @@ from typing import Any
 
 from tinyrl.config.derive import rebuilt
 from tinyrl.config.methods import and_list
+from tinyrl.config.refusal import Places, refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
@@ -132,7 +133,9 @@ def policy_at(path: str, settings: list[str]) -> Target:
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
         values = _as_policy(config)
-    return locate(Target(path, run, resolve(rebuilt(values, settings, model_facts))))
+    with refusals_at(Places(overrides=tuple(settings))):
+        config = resolve(rebuilt(values, settings, model_facts))
+    return locate(Target(path, run, config))
 
 
 def check_asked(first: Target, asked: Asked) -> None:
@@ -246,4 +249,5 @@ def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
         values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
     if asked.other_reward:
         values["reward"] = {name: value for name, value in values.get("reward", {}).items() if name == "timeout_s"}
-    return resolve(rebuilt(values, asked.settings, model_facts))
+    with refusals_at(Places(overrides=asked.settings)):
+        return resolve(rebuilt(values, asked.settings, model_facts))

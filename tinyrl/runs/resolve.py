@@ -14,6 +14,7 @@ from tinyrl.config.advice import working_advice
 from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over
 from tinyrl.config.given import Given
 from tinyrl.config.marks import Named, replace_named
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import checkpoint_of
@@ -36,7 +37,7 @@ def changed_config(run: RunDir, overrides: Sequence[str]) -> Config:
 
 def resolve(config: Config) -> Config:
     """Return the configuration as a run keeps it: with absolute paths, and checkpoints for runs. Idempotent. Raises
-    ValueError for a run that is of another kind.
+    Refusal for a run that is of another kind.
     """
     values = replace_named(config.model_dump(), _checkpoint_of_run, schema=type(config))
     values = absolute_paths(values, schema=type(config))
@@ -78,11 +79,11 @@ def _folder_of(path: str) -> str:
 
 
 def check_room_for_responses(config: Config) -> None:
-    """Raise ValueError where a response may fill all positions of the model, as its config.json has them."""
+    """Raise Refusal where a response may fill all positions of the model, as its config.json has them."""
     positions = positions_named(config.model.path)
     if not config.samples or positions is None or config.generation.max_new_tokens < positions:
         return
-    raise ValueError(no_room_for_prompt(config, positions=positions))
+    raise Refusal(("generation.max_new_tokens", "model.path"), no_room_for_prompt(config, positions=positions))
 
 
 def no_room_for_prompt(config: Config, *, positions: int, between: int = 0, limited_by: str = "") -> str:
@@ -140,8 +141,11 @@ def _checkpoint_of_run(named: Named) -> str:
     if needed is None or not needed.fits(found):
         what = f"{found.method} run{' of adapters' if found.lora.enabled else ''}"
         must_be = needed.words if needed is not None else "a model"
-        raise ValueError(f"{named.label}={named.value} is a {what}; it must be {must_be}")
-    return str(checkpoint_of(Path(named.value).expanduser()))
+        raise Refusal((named.setting,), f"{named.label}={named.value} is a {what}; it must be {must_be}")
+    try:
+        return str(checkpoint_of(Path(named.value).expanduser()))
+    except ValueError as error:  # none that verifies
+        raise Refusal((named.setting,), str(error)) from error
 
 
 def absolute_paths(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:
@@ -188,7 +192,7 @@ def critic_run(config: Config) -> Config | None:
 
 
 def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
-    """Raise ValueError where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
+    """Raise Refusal where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
     model.path and critic.path as resolved.
     """
     path = config.critic.path
@@ -200,11 +204,20 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
     theirs = "adapter" if of_adapters else "separate"
     theirs = str(found.critic.kind) if found is not None and found.uses("critic") else theirs
     if kind.removesuffix("-detached") != theirs.removesuffix("-detached"):  # a head on the same states
-        raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
+        raise Refusal(
+            ("critic.path", "critic.kind"),
+            f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here",
+        )
     if of_adapters and kind == "separate" and not config.lora.enabled:
-        raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
+        raise Refusal(
+            ("critic.path", "lora.enabled"),
+            f"critic.path={path} holds a critic of adapters, and lora.enabled is false here",
+        )
     if found is not None and kind != "separate" and bases[0] not in (found.model.path, bases[1]):
-        raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
+        raise Refusal(
+            ("critic.path", "model.path"),
+            f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here",
+        )
 
 
 def positions_named(path: str) -> int | None:

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import (
@@ -174,9 +175,11 @@ def code_reads_columns(config: Config, task: Task) -> bool:
 
 
 def check_data_given(config: Config) -> None:
-    """Raise ValueError for a method that learns from rows, without task.data."""
+    """Raise Refusal for a method that learns from rows, without task.data."""
     if config.task.data is None:
-        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
+        raise Refusal(
+            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
+        )
 
 
 def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:

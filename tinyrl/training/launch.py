@@ -26,9 +26,9 @@ from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.derive import READS, derive_over, read_written
-from tinyrl.config.given import Source
 from tinyrl.config.marks import Named
 from tinyrl.config.methods import and_list
+from tinyrl.config.refusal import Source, refusals_at
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
@@ -366,7 +366,8 @@ def fork(
         copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
-        run = resume(new, options=options, config=config, allow_config_change=True, until=until)
+        with refusals_at(config.given.places):
+            run = resume(new, options=options, config=config, allow_config_change=True, until=until)
         if run is None:
             raise ValueError(last)
         undo.callback(run.method.close)
