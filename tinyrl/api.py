@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.cli.options import configure_libraries
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
 from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
 from tinyrl.errors import CodeChanged, Interrupted
-from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.evaluation.targets import Asked, check_evaluation, policy_at
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
@@ -85,12 +85,11 @@ def train(
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
         config = load_config(method, recipe, overrides=overrides, note=print_note)
-        check_before_loading(config)
         from tinyrl.training.launch import start  # with torch
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         launch = start(
-            config,
+            prepare(config),  # with the rows, which are let go once they are loaded
             options=options,
             output_dir=folder,
             name=name,
@@ -183,13 +182,12 @@ class OpenedRun:
         with alone():
             config = self._folder.read_config(overrides_from(settings))
             tell_code(self.path, config)
-            check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch
 
             launch = resume(
                 self._folder,
+                prepare(config),
                 options=options,
-                config=config,
                 allow_config_change=allow_config_change,
                 on_step=on_step,
             )

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.targets import Asked
+from tinyrl.evaluation.targets import Asked, check_evaluation
+from tinyrl.rollout.preflight import check_before_loading
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
 

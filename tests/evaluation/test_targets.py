@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_evaluation
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.targets import Asked, check_asked, check_side, find, measured_by, trained_on
+from tinyrl.evaluation.targets import Asked, check_asked, check_evaluation, check_side, find, measured_by, trained_on
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]

@@ -15,6 +15,7 @@ from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools.compare import _trained_on, compare, evaluate_target
@@ -118,13 +119,15 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     assert result["held_out"] == ask(folder, "sft")["held_out"]
     assert result["num_prompts"] == 10
     parts = load_collector(
-        running.config(
-            "grpo",
-            folder / "base",
-            model={"path": str(folder / "base"), "adapter": str(folder / "sft" / "checkpoints" / "step-000004")},
-            task={"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None},
-            reward={"functions": [{"use": f"{folder}/rewards.py:yes"}]},
-            generation={"max_new_tokens": 5},
+        prepare(
+            running.config(
+                "grpo",
+                folder / "base",
+                model={"path": str(folder / "base"), "adapter": str(folder / "sft" / "checkpoints" / "step-000004")},
+                task={"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None},
+                reward={"functions": [{"use": f"{folder}/rewards.py:yes"}]},
+                generation={"max_new_tokens": 5},
+            )
         ),
         options=OPTIONS,
     )

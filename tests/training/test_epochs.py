@@ -13,6 +13,7 @@ from tests.tiny_models import TinyModels
 from tests.training.rows import write_rows
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.training.launch import fork
 from tinyrl.training.load import load_method
@@ -114,5 +115,5 @@ def test_a_step_of_three_prompts_has_six_completions_in_minibatches(
     """Six completions are three minibatches of two, in each of two epochs."""
     config = of_rows("grpo", tiny, tmp_path)
     config = Config.model_validate({**config.model_dump(exclude_unset=True), "grpo": {**ROWS_OF_STEP, **section}})
-    with closing(load_method(config, options=Options(device="cpu"))) as method:
+    with closing(load_method(prepare(config), options=Options(device="cpu"))) as method:
         assert method.epoch_note().endswith(f"3 prompts x 2 = 6 completions, {updates}")

@@ -38,7 +38,7 @@ def check(
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = config_of(words, reads_rows=not offline)
+    config = config_of(words)
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(

@@ -40,8 +40,7 @@ def evaluate(
     One target: its numbers, with --vs beside another's, paired by prompt. Several policies: one table of reward, KL,
     length and win rates against --vs, all judged alike.
     """
-    from tinyrl.cli.preflight import check_evaluation  # with the tasks: not for --help
-    from tinyrl.evaluation.targets import Asked, check_side
+    from tinyrl.evaluation.targets import Asked, check_evaluation, check_side  # with the tasks: not for --help
     from tinyrl.runs.run_dir import OWN_SIDES
 
     settings = tuple(word for word in words if "=" in word and not os.path.exists(word))

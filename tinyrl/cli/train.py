@@ -48,18 +48,16 @@ def train(
     if resume is None and allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
-        from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
         from tinyrl.workers.foreign_code import tell_code
 
         opened = open_run(resume, writes=main)
         config = opened.read_config(words)
         tell_code(opened.path, config)
-        check_before_loading(config)
+        prepared = prepare(config)
         from tinyrl.training import launch  # with torch
 
-        run = launch.resume(
-            opened, options=options, config=config, allow_config_change=allow_config_change, until=until
-        )
+        run = launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -71,14 +69,17 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+
         config = config_of(words)
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
+        prepared = prepare(config)
         from tinyrl.training import launch  # with torch
 
         try:
-            run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
+            run = launch.start(prepared, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
@@ -92,13 +93,9 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
-    """Load the configuration that the command line asks for, and check what can be checked without torch."""
-    from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
-
+def config_of(words: list[str]) -> Config:
+    """Load the configuration that the command line asks for."""
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
-    config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
-    check_before_loading(config, reads_rows=reads_rows)
-    return config
+    return load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)

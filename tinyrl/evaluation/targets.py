@@ -16,11 +16,14 @@ from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
+from tinyrl.rewards.budget import check_judge_budgets
+from tinyrl.rewards.rubric import check_rubrics
+from tinyrl.rollout.preflight import check_model_path, check_named, check_task
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import OWN_SIDES, open_run, run_of
-from tinyrl.tasks import load_task
+from tinyrl.tasks import load_task, task_of
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate
 from tinyrl.workers.foreign_code import tell_code
@@ -135,6 +138,23 @@ def policy_at(path: str, settings: list[str]) -> Target:
     return locate(Target(path, run, resolve(build_config(values, settings))))
 
 
+def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
+    """Raise ValueError for targets, tasks, rows, settings and options that `tinyrl eval` cannot use."""
+    check_side(vs)
+    found = find(target, asked)
+    for name in (target, *([vs] if vs not in (None, *OWN_SIDES) else [])):
+        if run_of(Path(name)) is None:
+            check_model_path("model", name)
+    check_asked(found, asked)
+    for config in (found.sampled, found.measured):
+        if config is not None and not asked.as_it_is:
+            task = task_of(config)
+            check_task(config, task)
+            check_named(config, task, sections=("reward", "task"))
+            check_rubrics(config)
+            check_judge_budgets(config)
+
+
 def check_asked(first: Target, asked: Asked) -> None:
     """Check options that depend on the target. Raises ValueError for those that nothing would read."""
     if asked.data is not None and asked.split == "train":
@@ -173,7 +193,7 @@ def trained_on(path: str) -> frozenset[str]:
         return frozenset()
     config = open_run(run).read_config()
     tell_code(run, config, sections=("task",))
-    rows = rows_of_run(config)
+    rows = rows_of_run(config, task_of(config))
     keys = (prompt_keys(rows.kind.prompt(row), system_prompt=config.task.system_prompt) for row in rows.train)
     return frozenset[str]().union(*keys)
 

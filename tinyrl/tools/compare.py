@@ -34,9 +34,11 @@ from tinyrl.generation.engine import SampledRole
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import run_of
+from tinyrl.tasks import task_of
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.training.load import load_row_method
@@ -183,6 +185,11 @@ def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evalu
     return replace(found, metrics={"target": side.name, **found.metrics, **why})
 
 
+def _prepared(config: Config) -> PreparedRun:
+    task = task_of(config)
+    return PreparedRun(config=config, task=task, rows=rows_of_run(config, task))
+
+
 def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str, Any]:
     difference = {**paired_difference(ours.rewards, other.rewards), "left_out": left_out}
     return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
@@ -190,7 +197,7 @@ def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str,
 
 def _load(target: Target, *, options: Options, judge: Scorer | None = None, seed: int | None = None) -> Side:
     """Load the policy of a target; judged by another side's scorer, and sampled by its seed, where they are given."""
-    collector = load_collector(target.config, options=options, judge=judge, seed=seed)
+    collector = load_collector(_prepared(target.config), options=options, judge=judge, seed=seed)
     if target.checkpoint is not None:
         collector.policy.load(target.checkpoint, only="policy")
     return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
@@ -215,7 +222,7 @@ def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
         model = {"path": teacher, "adapter": None, "revision": None}
         model = {"adapter": str(starter_path(teacher) or teacher)} if kind == "adapter" else model
         sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
-        return Side(load_collector(sampled, options=options, judge=judge), "policy", path)
+        return Side(load_collector(_prepared(sampled), options=options, judge=judge), "policy", path)
     target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
     target = replace(target, sampled=judged_by(config, target.config))
     return _load(target, options=options, judge=judge, seed=config.run.seed)  # our uniforms, its own weights
@@ -234,7 +241,7 @@ def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) 
     seen = seen_in_training(first, others, asked)
     keys = list[set[str]]()
     if asked.split == "eval" and (seen or asked.other_rows):
-        rows = rows_of_run(config)
+        rows = rows_of_run(config, task_of(config))
         keys_of = partial(prompt_keys, system_prompt=config.task.system_prompt)
         keys = [keys_of(rows.kind.prompt(row)) for row in rows.held_out]
     new = [own for own in keys if seen.isdisjoint(own)]
@@ -255,7 +262,14 @@ def _measure(
     """
     run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
     config = config.model_copy(update={"run": run})
-    with closing(load_row_method(config, options=options, split=asked.split, without=without)) as trainer:
+    prepared = _prepared(config)
+    rows = prepared.rows
+    held_out = rows.train
+    if asked.split == "eval":
+        keys_of = partial(prompt_keys, system_prompt=config.task.system_prompt)
+        held_out = [row for row in rows.held_out if without.isdisjoint(keys_of(rows.kind.prompt(row)))]
+    prepared = replace(prepared, rows=replace(rows, held_out=held_out))
+    with closing(load_row_method(prepared, options=options)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
