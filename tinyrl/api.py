@@ -28,7 +28,8 @@ from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
 from tinyrl.errors import CodeChanged, Interrupted
-from tinyrl.evaluation.targets import Asked, check_evaluation, policy_at
+from tinyrl.evaluation.prepared import prepare_evaluation
+from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
@@ -122,10 +123,10 @@ def evaluate(
     other = None if vs is None else os.fspath(vs)
     options = Options(device, trust_remote_code)
     with alone():
-        check_evaluation(path, asked, vs=other)
+        prepared = prepare_evaluation(path, asked, vs=other)
         from tinyrl.tools.compare import evaluate_target  # with torch
 
-        return json_safe(evaluate_target(path, asked, vs=other, options=options))
+        return json_safe(evaluate_target(prepared, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
