@@ -120,12 +120,13 @@ def test_no_file_is_trusted() -> None:
 HEAVY = {"torch", "transformers", "peft", "accelerate", "datasets", "matplotlib", "numpy", "safetensors"}
 CHECKED = """
 from tinyrl.config.recipe import load_config
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
+from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import check_new_run
 import tinyrl.api, tinyrl.tasks.grading, tinyrl.runs.findings, tinyrl.tools.report
-check_before_loading(load_config('grpo', None, overrides=['task.name=sort']))
-check_evaluation('starter', Asked(task='sort'), vs='base')
+prepare(load_config('grpo', None, overrides=['task.name=sort']))
+prepare_evaluation('starter', Asked(task='sort'), vs='base')
 check_new_run('runs', name=None, overwrite=False)
 """
 COMMANDS = ("--help", "train --help", "eval --help", "doctor --help", "chat --help", "list tasks", "list settings")

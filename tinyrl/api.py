@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.cli.options import configure_libraries
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
 from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
-from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
 from tinyrl.errors import CodeChanged, Interrupted
+from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
@@ -97,20 +97,18 @@ def train(
         config = load_config(
             method, recipe, overrides=overrides, arguments=arguments, note=print_note, facts=model_facts
         )
-        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
-        with refusals_at(config.given.places):
-            check_before_loading(config)
-            from tinyrl.training.launch import start  # with torch
+        from tinyrl.training.launch import start  # with torch
 
-            launch = start(
-                config,
-                options=options,
-                output_dir=folder,
-                name=name,
-                overwrite=overwrite,
-                command=command,
-                on_step=on_step,
-            )
+        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
+        launch = start(
+            prepare(config),  # with the rows, which are let go once they are loaded
+            options=options,
+            output_dir=folder,
+            name=name,
+            overwrite=overwrite,
+            command=command,
+            on_step=on_step,
+        )
         return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
 
 
@@ -136,10 +134,10 @@ def evaluate(
     other = None if vs is None else os.fspath(vs)
     options = Options(device, trust_remote_code)
     with alone():
-        check_evaluation(path, asked, vs=other)
+        prepared = prepare_evaluation(path, asked, vs=other)
         from tinyrl.tools.compare import evaluate_target  # with torch
 
-        return json_safe(evaluate_target(path, asked, vs=other, options=options))
+        return json_safe(evaluate_target(prepared, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
@@ -196,17 +194,15 @@ class OpenedRun:
         with alone():
             config = changed_config(self._folder, overrides_from(settings))
             tell_code(self.path, config)
-            with refusals_at(config.given.places):
-                check_before_loading(config)
-                from tinyrl.training.launch import resume  # with torch
+            from tinyrl.training.launch import resume  # with torch
 
-                launch = resume(
-                    self._folder,
-                    options=options,
-                    config=config,
-                    allow_config_change=allow_config_change,
-                    on_step=on_step,
-                )
+            launch = resume(
+                self._folder,
+                prepare(config),
+                options=options,
+                allow_config_change=allow_config_change,
+                on_step=on_step,
+            )
             self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 

@@ -18,6 +18,7 @@ from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.resolve import config_of
 
 
@@ -185,8 +186,8 @@ def test_a_bug_is_raised():
 def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Config, dict[str, Any]]] = []
 
-    def start(config: Config, **how: Any) -> SimpleNamespace:
-        calls.append((config, how))
+    def start(prepared: PreparedRun, **how: Any) -> SimpleNamespace:
+        calls.append((prepared.config, how))
         return SimpleNamespace(go=lambda **_: 3)
 
     monkeypatch.setattr("tinyrl.training.launch.start", start)

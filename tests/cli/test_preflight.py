@@ -9,12 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tinyrl.cli.commands import app
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.config.derive import rebuilt
 from tinyrl.config.recipe import dump_config, load_config
 from tinyrl.config.refusal import Refusal, refusals_at
+from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.rewards.rubric import check_rubrics
+from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.resolve import config_of
 
 ROWS = [{"prompt": f"say {n}", "answer": str(n), "chosen": "yes", "rejected": "no", "text": "abc"} for n in range(12)]
@@ -27,7 +29,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("model", "pickled", "runs/mine/checkpoints/step-000010", "runs/new"):
         Path(name).mkdir(parents=True)
     for run in ("runs/mine", "runs/new"):
-        Path(run, "config.yaml").write_text(dump_config(config_of({"method": "grpo"})))
+        config = config_of({"method": "grpo", "task": {"data": "rows.jsonl"}})
+        Path(run, "config.yaml").write_text(dump_config(config))
+    checkpoint = Path("runs/mine/checkpoints/step-000010")
+    (checkpoint / "adapter_config.json").write_text("{}")
+    checkpoints.seal(checkpoint, 10)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Path("rewards.py").write_text("def score(prompts, completions):\n    return []\n")
     for name in ("model", "pickled"):
@@ -162,11 +168,11 @@ def test_methods_have_checks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_targets_of_an_evaluation() -> None:
     for target in ("runs/mine", "runs/mine/checkpoints/step-000010"):
-        check_evaluation(target, Asked())
+        prepare_evaluation(target, Asked())
     Path("config.yaml").write_text("somebody else's")  # a stray config.yaml does not make the model a run
-    check_evaluation("model", Asked(task="sort"), vs="start")
+    prepare_evaluation("model", Asked(task="sort"), vs="start")
     for vs in ("base", "model", "owner/name"):
-        check_evaluation("runs/mine", Asked(), vs=vs)
+        prepare_evaluation("runs/mine", Asked(), vs=vs)
     for target, vs, task, named in (
         ("runs/mien", None, None, "runs/mien is not a run.*`runs/mine`"),
         ("model", None, None, "model is not a run.*--task"),
@@ -174,9 +180,9 @@ def test_targets_of_an_evaluation() -> None:
         ("runs/mine", None, "srot", "task.name.*srot"),
     ):
         with pytest.raises(ValueError, match=named):
-            check_evaluation(target, Asked(task=task), vs=vs)
+            prepare_evaluation(target, Asked(task=task), vs=vs)
 
 
 def test_a_setting_of_an_evaluation_is_refused_by_its_override() -> None:
     with pytest.raises(ValueError, match=r"^override 'reward\.model=\./gone': "):
-        check_evaluation("model", Asked(task="sort", settings=("reward.model=./gone",)))
+        prepare_evaluation("model", Asked(task="sort", settings=("reward.model=./gone",)))

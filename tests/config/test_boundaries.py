@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_named
 from tinyrl.cli.train import typed_config
 from tinyrl.config import recipe
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import load_config
 from tinyrl.config.settings import SECTIONS, allowed, fields_of
+from tinyrl.rollout.preflight import check_named
 from tinyrl.runs.resolve import config_of
+from tinyrl.tasks import task_of
 
 VALUES = (
     "0", "1", "-1", "1e-300", "1e300", "9" * 30, "9" * 400, ".nan", ".inf", "-.inf", "", "null", "''", "[]", "{}",
@@ -113,6 +114,6 @@ def test_a_minibatch_that_the_command_line_made_wrong_is_placed_there():
 
 @pytest.mark.parametrize("name", ["data", "eval_data"])
 def test_rows_that_are_none_are_refused_by_their_setting(name: str):
-    task = {"data": "rows.jsonl", name: "rows"}
+    config = config_of({"method": "grpo", "task": {"data": "rows.jsonl", name: "rows"}})
     with pytest.raises(ValueError, match=rf"^task\.{name}: "):
-        check_named(config_of({"method": "grpo", "task": task}))
+        check_named(config, task_of(config))

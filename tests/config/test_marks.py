@@ -6,11 +6,12 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from tinyrl.cli.preflight import check_named
 from tinyrl.config.marks import Names
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
+from tinyrl.rollout.preflight import check_named
 from tinyrl.runs.resolve import absolute_paths, config_of, resolve
+from tinyrl.tasks import task_of
 from tinyrl.training.launch import ChangedInput, changed_sources, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
@@ -59,6 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def check_names(config: Config) -> None:
+    check_named(config, task_of(config))
+
+
 def wider(**new: Any) -> Wider:
     return Wider.model_validate({"method": "grpo", "task": {"name": "sort"}, "new": GIVEN | new})
 
@@ -100,9 +105,9 @@ def test_names_of_the_hub_and_of_modules_stay():
     ],
 )
 def test_every_kind_is_looked_for_before_torch(new: dict[str, Any], label: str):
-    check_named(wider())
+    check_names(wider())
     with pytest.raises(ValueError, match=label):
-        check_named(wider(**new))
+        check_names(wider(**new))
 
 
 def test_every_file_of_every_kind_but_rows_and_what_runs_make_is_hashed(folder: Path):
@@ -157,19 +162,19 @@ def test_a_judge_s_cache_need_not_exist_and_its_rubric_must():
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "a.txt", "cache": "gone.sqlite"}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "reward": {"functions": [judge]}}
     config = config_of(values)
-    check_named(config)
+    check_names(config)
     assert {name for name in hashed(config) if name.startswith("reward.")} == {"reward.functions: a.txt"}
     judge["rubric"] = "gone.txt"
     with pytest.raises(ValueError, match=r"rubric=gone\.txt"):
-        check_named(config_of(values))
+        check_names(config_of(values))
 
 
 def test_a_setting_that_does_not_count_is_not_looked_for():
     teacher = {"path": "./gone"}
-    check_named(config_of({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
+    check_names(config_of({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
     counted = {"method": "grpo", "task": {"name": "sort"}, "teacher": {**teacher, "kl_coef": 0.1}}
     with pytest.raises(ValueError, match=r"teacher\.path"):
-        check_named(config_of(counted))
+        check_names(config_of(counted))
 
 
 def test_rows_are_compared_as_they_were_read():

@@ -12,11 +12,13 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
-    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    settings = running.config("grpo", tiny_model(tmp_path, "llama"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     first, second = (evaluate(parts, parts.eval_prompts[:6], samples=4) for _ in range(2))
     parts.close()
     assert first.metrics == second.metrics
@@ -44,9 +46,8 @@ def test_each_reward_is_averaged_where_it_applies(tmp_path: Path) -> None:
     path = str(tmp_path / "rows.jsonl")
     task = {"name": "rows", "data": path, "eval_data": path}
     model = tiny_model(tmp_path / "model", "llama")
-    parts = load_collector(
-        running.config("grpo", model, task=task, reward={"functions": functions}), options=Options(device="cpu")
-    )
+    settings = running.config("grpo", model, task=task, reward={"functions": functions})
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     found = evaluate(parts, parts.eval_prompts, samples=2)
     parts.close()
     flat = found.flat()
@@ -69,7 +70,7 @@ def interval_of(folder: Path, rewards: str, **reward: Any) -> tuple[list[float],
     settings = running.config(
         "grpo", tiny_model(folder / "model", "llama"), task=task, reward={"functions": [], **reward}
     )
-    parts = load_collector(settings, options=Options(device="cpu"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts)
     finally:
@@ -129,7 +130,7 @@ def test_samples_without_a_reward_are_counted_with_the_first_reason(tmp_path: Pa
         task={"name": "rows", "data": path, "eval_data": path},
         reward={"functions": [{"use": f"{tmp_path / 'own.py'}:fails"}]},
     )
-    parts = load_collector(settings, options=Options(device="cpu"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts, samples=2)
     finally:
@@ -140,7 +141,8 @@ def test_samples_without_a_reward_are_counted_with_the_first_reason(tmp_path: Pa
 
 
 def test_where_every_sample_has_a_reward_there_is_no_warning(tmp_path: Path) -> None:
-    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    settings = running.config("grpo", tiny_model(tmp_path, "llama"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts[:2])
     finally:

@@ -23,6 +23,7 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
@@ -66,7 +67,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
     """
     device.keep_freed_memory = lambda: False  # freed memory is returned at once
     options: Any = {"options": Options(device="cpu"), "overwrite": False, "command": ["test"]}
-    launch = start(settings, output_dir=str(folder), name=name, **options)
+    launch = start(prepare(settings), output_dir=str(folder), name=name, **options)
     if room_mb is not None:
         gc.collect()  # what loading left behind would be room for the run
         ctypes.CDLL(None).malloc_trim(0)

@@ -13,13 +13,13 @@ import tinyrl
 from tests import running
 from tests.faults.children import Child, go_on, train, wait_for, workers_left
 from tests.faults.lookup_runs import said_by_environment
+from tests.running import rows_for
 from tinyrl.api import evaluate
 from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import verifier_of
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import take_rows
 from tinyrl.tools.export import export
 from tinyrl.workers import calls
 
@@ -157,10 +157,10 @@ def test_what_is_wrong_with_rows_of_an_own_task_is_a_sentence_with_their_place(t
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"name": name, "data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
         with pytest.raises(ValueError, match=place):
-            take_rows(config_of({"method": "grpo", "task": data}))
+            rows_for(config_of({"method": "grpo", "task": data}))
     (tmp_path / "words.py").write_text(WORDS.replace("'cd'", "3j"))
     with pytest.raises(ValueError, match=r"TypeError"):
-        take_rows(config_of({"method": "grpo", "task": {"name": name}}))
+        rows_for(config_of({"method": "grpo", "task": {"name": name}}))
 
 
 def test_a_refused_run_in_a_notebook_leaves_no_worker(tmp_path: Path) -> None:

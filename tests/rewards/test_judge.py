@@ -19,7 +19,6 @@ import pytest
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
-from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.rows import with_num_steps
@@ -27,6 +26,8 @@ from tinyrl.errors import ExplainedByCheck
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.rubric import named_scale
+from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
@@ -494,7 +495,7 @@ def test_requests_of_epochs_are_counted_once_rows_are_read(tiny: TinyModels, tmp
     reward = {"functions": [{**judge, "max_requests": 1}]}
     settings = running.config("grpo", tiny("llama"), reward=reward, run={"epochs": 1})
     with pytest.raises(ValueError, match="max_requests"):
-        load_method(settings, options=Options(device="cpu"))
+        load_method(prepare(settings), options=Options(device="cpu"))
 
 
 def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:

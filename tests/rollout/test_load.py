@@ -12,6 +12,7 @@ from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.derive import derive_over
 from tinyrl.config.schema import Config
 from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 
 
@@ -21,7 +22,7 @@ def small_config(model: Path, rows: Path, **generation: Any) -> Config:
 
 
 def longest_of(config: Config) -> int:
-    collector = load_collector(config, options=Options(device="cpu"))
+    collector = load_collector(prepare(config), options=Options(device="cpu"))
     try:
         return max(len(prompt.tokens) for prompt in collector.train_prompts)
     finally:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.running import rows_for
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
@@ -24,7 +25,6 @@ from tinyrl.runs.show import (
     show_checkpoints,
     summary,
 )
-from tinyrl.tasks.run_rows import rows_of_run
 
 
 def shown(*arguments: str) -> Result:
@@ -233,14 +233,14 @@ def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path:
     data, hard = tmp_path / "rows.jsonl", tmp_path / "hard.jsonl"
     data.write_text("".join(json.dumps({"q": f"say {c}", "answer": c}) + "\n" for c in "abcdefgh"))
     config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
-    rows = rows_of_run(config_of(config)).train
+    rows = rows_for(config_of(config)).train
     entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
     made = str(with_prompts(tmp_path, {1: entries}, config=config))
     done = shown(made, "--export-hard", str(hard))
     assert done.exit_code == 0, done.stderr
     assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
     task = {"name": "rows", "data": str(hard), "eval_data": str(hard)}
-    assert rows_of_run(config_of({"method": "grpo", "task": task})).train == rows[:1]
+    assert rows_for(config_of({"method": "grpo", "task": task})).train == rows[:1]
     assert shown(made, "--export-hard", str(hard)).exit_code == 2  # nothing is overwritten
     data.unlink()
     gone = shown(made, "--prompts")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests import running
+from tests.running import rows_for
 from tests.tiny_models import tiny_model
 from tinyrl.starter import lookup
 from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import rows_of_run
 
 BY_PATH = f"{lookup.__file__}:TASK"
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_its_rows_are_the_same(model: Path) -> None:
-    by_path, by_name = rows_of_run(settings(BY_PATH, model)), rows_of_run(settings("lookup", model))
+    by_path, by_name = rows_for(settings(BY_PATH, model)), rows_for(settings("lookup", model))
     assert (by_path.train, by_path.held_out) == (by_name.train, by_name.held_out)
 
 

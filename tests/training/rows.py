@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
@@ -47,7 +48,7 @@ def chat_model(folder: Path, template: str, kind: str = "llama", **model: Any) -
 
 def loaded(config: Config) -> Any:
     """Load the method of a configuration, with its models."""
-    return load_method(config, options=Options(device="cpu"))
+    return load_method(prepare(config), options=Options(device="cpu"))
 
 
 def trained(config: Config, folder: Path, *, name: str = "run") -> RunDir:

@@ -14,6 +14,7 @@ from tests.training.rows import write_rows
 from tinyrl.config.derive import derive_over
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.training.launch import fork
@@ -115,5 +116,5 @@ def test_a_step_of_three_prompts_has_six_completions_in_minibatches(
     """Six completions are three minibatches of two, in each of two epochs."""
     config = of_rows("grpo", tiny, tmp_path)
     config = config_of({**config.model_dump(exclude_unset=True), "grpo": {**ROWS_OF_STEP, **section}})
-    with closing(load_method(config, options=Options(device="cpu"))) as method:
+    with closing(load_method(prepare(config), options=Options(device="cpu"))) as method:
         assert method.epoch_note().endswith(f"3 prompts x 2 = 6 completions, {updates}")

@@ -24,6 +24,7 @@ from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
@@ -228,7 +229,7 @@ PROMPTS, RESPONSES = [[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 14]]
 
 
 def load(config: Config) -> Collector:
-    return load_collector(resolve(config), options=Options(device="cpu"))
+    return load_collector(prepare(resolve(config)), options=Options(device="cpu"))
 
 
 def values(collector: Collector) -> Tensor:

@@ -27,6 +27,7 @@ from tinyrl.models.device import python_rng
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
 from tinyrl.rollout.load import _with_date
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import changed_config
@@ -162,7 +163,13 @@ def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(
 
     options = Options(device="cpu")
     launch = launching.start(
-        settings, options=options, output_dir=str(tmp_path), name="run", overwrite=False, command=[], on_step=edit
+        prepare(settings),
+        options=options,
+        output_dir=str(tmp_path),
+        name="run",
+        overwrite=False,
+        command=[],
+        on_step=edit,
     )
     assert launch.go(report=running.report) == 75
     run = launch.folder

@@ -21,6 +21,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.tokens import token_ids
 from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.launched import Options
 from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 from tinyrl.training.rows import Example
@@ -188,7 +189,7 @@ def scores_in_ppo(
     data = str(write_rows(folder / "prompts.jsonl", ({"prompt": p} for p in PROMPTS)))
     rows = {"name": "rows", "data": data, "max_samples": None}
     ppo = running.config("ppo", model, task=rows, reward={"functions": [], "model": str(reward)})
-    collector = load_collector(ppo, options=Options(device="cpu"))
+    collector = load_collector(prepare(ppo), options=Options(device="cpu"))
     read: list[list[int]] = []
     for owner, name in ((reward_models, "batch_of"), (Policy, "batch_of")):
         plain = getattr(owner, name)

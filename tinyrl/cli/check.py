@@ -39,7 +39,7 @@ def check(
         raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = typed_config(words, reads_rows=not offline)
+    config = typed_config(words)
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(

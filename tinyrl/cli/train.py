@@ -13,7 +13,6 @@ import typer
 from tinyrl.cli.options import settings_argument
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
-from tinyrl.config.refusal import refusals_at
 from tinyrl.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.runs.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
@@ -49,20 +48,17 @@ def train(
     if resume is None and allow_config_change:
         raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
-        from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
         from tinyrl.runs.resolve import changed_config
         from tinyrl.workers.foreign_code import tell_code
 
         opened = open_run(resume, writes=main)
         config = changed_config(opened, words)
         tell_code(opened.path, config)
-        with refusals_at(config.given.places):
-            check_before_loading(config)
-            from tinyrl.training import launch  # with torch
+        prepared = prepare(config)
+        from tinyrl.training import launch  # with torch
 
-            run = launch.resume(
-                opened, options=options, config=config, allow_config_change=allow_config_change, until=until
-            )
+        run = launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -74,15 +70,17 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+
         config = typed_config(words)
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
+        prepared = prepare(config)
         from tinyrl.training import launch  # with torch
 
         try:
-            with refusals_at(config.given.places):
-                run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
+            run = launch.start(prepared, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
@@ -96,16 +94,12 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def typed_config(words: list[str], *, reads_rows: bool = True) -> Config:
-    """Load the configuration that the command line asks for, and check what can be checked without torch."""
-    from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+def typed_config(words: list[str]) -> Config:
+    """Load the configuration that the command line asks for."""
     from tinyrl.runs.resolve import model_facts
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
     overrides = words[1:] if has_recipe else words
-    config = load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)
-    with refusals_at(config.given.places):
-        check_before_loading(config, reads_rows=reads_rows)
-    return config
+    return load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)

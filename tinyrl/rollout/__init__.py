@@ -1,1 +1,3 @@
-"""Rollouts: samples of a step (sample), how they are sampled and scored (collect), their records."""
+"""What a run begins with, checked before torch is imported (prepared, preflight); rollouts: how a step's samples are
+sampled and scored (collect), and their records.
+"""

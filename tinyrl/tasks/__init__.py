@@ -10,13 +10,19 @@ from dataclasses import replace
 from typing import Literal
 
 from tinyrl.config.refusal import Refusal
+from tinyrl.config.schema import Config
 from tinyrl.config.task_files import SHIPPED, is_own
 from tinyrl.tasks.own import own_task
 from tinyrl.tasks.task import Task, text_in
 from tinyrl.text import truncate
 
-__all__ = ["TASKS", "Task", "load_task", "text_in"]
+__all__ = ["TASKS", "Task", "load_task", "task_of", "text_in"]
 TASKS = tuple(SHIPPED)
+
+
+def task_of(config: Config) -> Task:
+    """Load the task of a configuration. Raises ValueError as `load_task` does."""
+    return load_task(config.task.name or "rows", grading=config.task.grading)
 
 
 def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:

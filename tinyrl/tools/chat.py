@@ -27,8 +27,9 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_policy, load_scorer
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks import load_task
+from tinyrl.tasks import task_of
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, in_chat, prepare_prompts
+from tinyrl.tasks.rows import TASK as OWN_ROWS
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tasks.turn_text import TurnDetokenizer, turn_text
 from tinyrl.text import escape_control
@@ -74,8 +75,9 @@ class ChatSession(ExitStack):
             tell_code(target.run, config)
         generation = target.config.generation
         self.policy = load_policy(config, options=options)
-        self.task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.runner = load_episode_runner(config, tokenizer=self.policy.tokenizer, policy=self.policy)
+        self.task = task_of(config)
+        tokenizer = self.policy.tokenizer
+        self.runner = load_episode_runner(config, task=self.task, tokenizer=tokenizer, policy=self.policy)
         if self.runner is not None:
             self.callback(self.runner.environment.close)
         self.role: SampledRole = "base"
@@ -158,13 +160,13 @@ class ChatSession(ExitStack):
         """
         where = self.target.config.task
         runner = self.runner
-        task = load_task("rows")
+        task = OWN_ROWS
         row = {"prompt": asked}
         index = self.turn
         openings = None
         if isinstance(asked, int):
             task = self.task
-            rows = rows_of_run(self.target.config).held_out
+            rows = rows_of_run(self.target.config, self.task).held_out
             index = asked
             if not 0 <= index < len(rows):
                 raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")

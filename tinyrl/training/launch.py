@@ -34,13 +34,13 @@ from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
 from tinyrl.rollout.load import resolve_threads
+from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
-from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, model_facts, resolve
-from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
-from tinyrl.runs.tracking import check_trackers
+from tinyrl.runs.resolve import absolute_paths, model_facts
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
 from tinyrl.training.code_inputs import carried_files, code_of, same_module, with_imports
 from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
@@ -62,7 +62,7 @@ from tinyrl.workers.loading import parse_use
 
 @out_of_memory_stops("before the first step")
 def start(
-    config: Config,
+    prepared: PreparedRun,
     *,
     options: Options,
     output_dir: str,
@@ -75,11 +75,8 @@ def start(
     """Load everything, check it, and make the run's folder. until, on_step: as `Run` has them. Raises ValueError before
     anything is written.
     """
-    check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
-        config = resolve(config)
-        check_room_for_responses(config)
-        method = _load(config, options=options, undo=undo)
+        method = _load(prepared, options=options, undo=undo)
         policy = method.policy
         world = method.world
         config = method.config  # with the date of the run
@@ -110,9 +107,10 @@ def start(
         return run
 
 
-def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
+def _load(prepared: PreparedRun, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
     """Load the method, alike in all processes; `undo` closes it. also: what else the processes must agree on."""
-    method = load_method(config, options=options)
+    with refusals_at(prepared.config.given.places):
+        method = load_method(prepared, options=options)
     undo.callback(method.close)
     _check_alike(method, also)
     if method.world.is_main:  # which writes checkpoints
@@ -162,17 +160,17 @@ def write_environment(
 @out_of_memory_stops("before the first step")
 def resume(
     folder: RunDir,
+    prepared: PreparedRun,
     *,
     options: Options,
-    config: Config | None = None,
     allow_config_change: bool = False,
     until: int | None = None,
     on_step: OnStep | None = None,
 ) -> Run | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
-    `config` (default: the run's config.yaml) and the files it names may differ from the checkpoint's only with
-    `allow_config_change`, else ValueError. Nothing of the run is changed before all of it is loaded; then the
+    Its configuration and the files it names may differ from the checkpoint's only with `allow_config_change`, else
+    ValueError. Nothing of the run is changed before all of it is loaded; then the
     checkpoint and config.yaml are written anew under another configuration.
     """
     with contextlib.ExitStack() as undo:
@@ -185,12 +183,12 @@ def resume(
             refuse_to_begin_again(folder, warnings)
         kept = CheckpointState.read(checkpoint) if checkpoint else None
         since = checkpoint.name if checkpoint else "it was made"
-        config = resolve(config or folder.read_config())
+        config = prepared.config
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         settings = check_changes(before, config, since=since, allowed=allow_config_change)
         options, lost = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
-        method = _load(config, options=options, undo=undo, also=since)
+        method = _load(prepared, options=options, undo=undo, also=since)
         if config.run.epochs is not None:  # which gives the number of steps now
             config = config.model_copy(update={"run": method.config.run})
             settings = check_changes(before, config, since=since, allowed=allow_config_change)
@@ -355,7 +353,10 @@ def fork(
                 f"{step + 1} or more"
             )
         raise ValueError(last)
-    new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
+    runs = output_dir or str(old.path.parent)
+    check_new_run(runs, name=name, overwrite=False)
+    prepared = prepare(config)
+    new = create_run(runs, name=name, config=prepared.config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         changed = [before for before in reward_changes(old.read_environment()) if before <= step]
@@ -366,8 +367,7 @@ def fork(
         copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
-        with refusals_at(config.given.places):
-            run = resume(new, options=options, config=config, allow_config_change=True, until=until)
+        run = resume(new, prepared, options=options, allow_config_change=True, until=until)
         if run is None:
             raise ValueError(last)
         undo.callback(run.method.close)

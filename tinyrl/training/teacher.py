@@ -31,7 +31,7 @@ from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
-from tinyrl.rollout.collect import prepare
+from tinyrl.rollout.collect import prepare_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 
 if TYPE_CHECKING:
@@ -296,7 +296,7 @@ class PrivilegedPrompt:
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
         collector = trainer.collector
-        prepared = prepare(
+        prepared = prepare_rows(
             [rows[place] for place in hinted],
             policy=collector.policy,
             task=collector.task,

@@ -17,6 +17,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE, read_rows
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.prepared import prepare
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
 from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, read_shapes
@@ -92,7 +93,7 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     section = {"sft": "sft", "reward": "reward_model"}.get(method)
     sections = {section: {"batch_size": 4}} if section else {}
     config = running.config(method, tiny("llama"), task={"name": "rows", "data": str(file)}, **sections)
-    trainer = load_method(config, options=running.Options(device="cpu"))
+    trainer = load_method(prepare(config), options=running.Options(device="cpu"))
     collector = trainer.collector if isinstance(trainer, OnPolicy) else None
     if isinstance(trainer, RowMethod):
         longest = max(sum(len(text) for one in row for text in one.texts) for row in trainer.train_rows)
@@ -102,7 +103,7 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     ends = collector and (set(collector.engine.eos), len(collector.train_prompts))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.policy.parameters.items()}
     try:
-        step = worst_step(trainer).facts
+        step = worst_step(trainer, text=[]).facts
     finally:
         trainer.close()
     assert step["seconds"]["update"] > 0

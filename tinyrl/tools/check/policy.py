@@ -22,10 +22,10 @@ from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, to_float
-from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import format_number, format_seconds, one_line
@@ -602,15 +602,17 @@ def rates_by_row(trial: Trial) -> dict[str, float]:
     return {group[0].row: rate for group, rate in zip(trial.groups, trial.pass_rates, strict=True)}
 
 
-def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
+def write_rates(path: Path, prepared: PreparedRun, rates: dict[str, float]) -> str:
     """Write the rows of task.data, or a task's own, with a column `pass_rate` for those that were tried. Read as
     task.data they fall into the same training and held-out rows as before.
     """
+    config = prepared.config
     where = config.task
-    if load_task(where.name or "rows").generate is not None:
+    if prepared.task.generate is not None:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    rows = rows_of_run(config.model_copy(update={"task": where.model_copy(update=everything)})).train
+    uncut = config.model_copy(update={"task": where.model_copy(update=everything)})
+    rows = rows_of_run(uncut, prepared.task).train
     rated = [{**row, PASS_RATE: json_safe(to_float(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

@@ -1,34 +1,32 @@
-"""Checks before torch is imported: model folders, rewards, the task and its rows, which are read here and kept."""
+"""Checks of settings before torch is imported and rows are read: model folders, rewards, the task."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tinyrl.config.conflicts import training_conflicts
 from tinyrl.config.marks import Named
-from tinyrl.config.refusal import Places, Refusal, raise_first, refusals_at
+from tinyrl.config.refusal import Refusal, raise_first
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
-from tinyrl.evaluation.targets import Asked, check_asked, check_side, find
 from tinyrl.models.reading import resolve_model_path
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.runs.launched import launched
-from tinyrl.runs.run_dir import OWN_SIDES, named_run, run_of
+from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
-from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import check_data_given, read_ahead
+from tinyrl.tasks import Task, task_of
+from tinyrl.tasks.run_rows import check_data_given
 from tinyrl.text import is_address, mask_url, truncate
 from tinyrl.workers.loading import parse_use
 
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
 
 
-def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
-    """Raise Refusal for what would stop a run before its first step and needs no model to be found, and ValueError for
-    bad rows.
+def check_before_loading(config: Config) -> Task:
+    """Check what would stop a run before its first step, and needs neither its rows nor a model to be found; return
+    its task, which is loaded here. Raises Refusal.
     """
     raise_first(training_conflicts(config))
     if config.generation.engine == "server" and launched().world_size > 1:
@@ -47,18 +45,17 @@ def check_before_loading(config: Config, *, reads_rows: bool = True) -> None:
         raise Refusal(
             ("teacher.path",), "teacher.path is missing: a run, an adapter, a model, a server's address, self or start"
         )
-    _check_task(config)
-    check_named(config)
+    task = task_of(config)
+    check_task(config, task)
+    check_named(config, task)
     check_rubrics(config)
     if config.run.epochs is None:  # else steps are known when rows are: Method.resolve_epochs
         check_judge_budgets(config)
-    if reads_rows:
-        read_ahead(config)
+    return task
 
 
-def _check_task(config: Config) -> None:
-    """Check that there is such a task, and rows for it."""
-    task = load_task(config.task.name or "rows", grading=config.task.grading)
+def check_task(config: Config, task: Task) -> None:
+    """Raise ValueError where a task needs rows and has none, or has episodes and the method takes given answers."""
     if not config.samples or task.name == "rows":
         check_data_given(config)
     has_episodes = task.respond is not None or task.environment is not None
@@ -70,9 +67,8 @@ def _check_task(config: Config) -> None:
         )
 
 
-def check_named(config: Config, *, sections: tuple[str, ...] | None = None) -> None:
+def check_named(config: Config, task: Task, *, sections: tuple[str, ...] | None = None) -> None:
     """Raise Refusal for a setting (of `sections`; None: of all) that names something that does not exist."""
-    task = load_task(config.task.name or "rows")
     for named in config.named():
         section = named.place[0]
         generated = section == "task" and task.generate is not None  # task.data is a name that the task knows
@@ -102,23 +98,6 @@ def _problem_with(named: Named) -> str | None:
     except ValueError as error:
         return f"{named.label}: {error}" if named.kind == "rows" else str(error)
     return None
-
-
-def check_evaluation(target: str, asked: Asked, *, vs: str | None = None) -> None:
-    """Raise ValueError for targets, tasks, rows, settings and options that `tinyrl eval` cannot use."""
-    check_side(vs)
-    found = find(target, asked)
-    for name in (target, *([vs] if vs not in (None, *OWN_SIDES) else [])):
-        if run_of(Path(name)) is None:
-            check_model_path("model", name)
-    check_asked(found, asked)
-    for config in (found.sampled, found.measured):
-        if config is not None and not asked.as_it_is:
-            with refusals_at(Places(overrides=asked.settings)):
-                _check_task(config)
-                check_named(config, sections=("reward", "task"))
-                check_rubrics(config)
-                check_judge_budgets(config)
 
 
 def check_model_path(key: str, path: str | None) -> None:
