@@ -26,6 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("r.yaml").write_text("method: grpo\ntask: {name: sort}\n")
     Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
+    Path("texts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
     for name in ("mine/checkpoints", "changed", "bare"):
         Path("runs", name).mkdir(parents=True)
@@ -69,13 +70,28 @@ def refused(*arguments: str) -> str:
         ("train grpo --resume x", "--resume"),
         ("train --resume x --from x", "--resume"),
         ("train --from runs/none@3", "runs/none"),
-        ("train grpo --allow-config-change", "--resume RUN"),
+        ("train grpo --allow-config-change", "--resume"),
         ("eval runs/mine optim.learning_rate=1", "reward, generation and task"),
         ("eval reward.model=starter", "which run, checkpoint or model?"),
         ("eval a b --vs base", "--vs base"),
         ("eval a b --split train", "--split train"),
         ("report runs/none --output here", "--output"),
         ("check grpo --memory 24GB", "--offline"),
+        ("check grpo --quick --write f --samples 16", "--samples and --write"),
+        ("check grpo --quick --minutes 1", "--minutes"),
+        ("check grpo --offline --prompts 4", "--prompts"),
+        ("check grpo --offline --quick", "--quick"),
+        ("check sft task.data=texts.jsonl --samples 4", "--samples"),
+        ("show runs/mine --worst --json --export-hard f", "--export-hard and --json"),
+        ("show runs/mine --worst --prompts", "--prompts"),
+        ("show runs/mine --prompts --json", "--json"),
+        ("show runs/mine --num 3", "--num"),
+        ("show runs/mine --prompt 1 --worst", "--worst"),
+        ("train --resume runs/mine --overwrite", "--overwrite"),
+        ("train --from runs/mine@1 grpo", "METHOD"),
+        ("export runs/mine --private", "--push"),
+        ("chat starter generation.engine=fused", "generation.engine"),  # it has an engine of its own
+        ("chat starter generation.max_rows=4", "generation.max_rows"),
         ("list tasks sort", "sort"),
     ],
 )

@@ -10,12 +10,21 @@ from pathlib import Path
 import typer
 
 from tinyrl.cli.options import Json, settings_argument
+from tinyrl.cli.together import Excludes, Needs, Rule, refuse
 from tinyrl.cli.train import config_of
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_run
 from tinyrl.runs.run_dir import named_run, open_run
+
+SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples
+WITH_MODELS = (*SAMPLING, "--minutes")
+OF_CHECK: tuple[Rule, ...] = (
+    Needs("--memory", ("--offline",), "it is the memory of another machine"),
+    Excludes("--offline", ("--quick", *WITH_MODELS), "it is arithmetic, without rows and models"),
+    Excludes("--quick", WITH_MODELS, "it loads no model"),
+)
 
 
 def check(
@@ -32,13 +41,14 @@ def check(
     json_output: Json = False,
     *,
     options: Options,
+    context: typer.Context,
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
-    if memory is not None and not offline:
-        raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
     config = config_of(words, reads_rows=not offline)
+    if not config.samples:
+        refuse(context, SAMPLING, f"on `{config.method}`, which samples nothing")
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ import typer
 import tinyrl
 from tinyrl.cli import check, evaluate, show, take, train
 from tinyrl.cli.options import CommandWithSettings, command, user_errors
+from tinyrl.cli.together import Rule
 from tinyrl.runs.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
@@ -45,18 +46,21 @@ def version(
             raise ValueError(f"`{alone}` works in one process, and several were launched (WORLD_SIZE)")
 
 
-def add(name: str, function: Callable[..., Any], summary: str, *, trains: bool = False) -> None:
+def add(
+    name: str, function: Callable[..., Any], summary: str, *, trains: bool = False, rules: Sequence[Rule] = ()
+) -> None:
     """Add a command; `summary` is its line in `tinyrl --help`, which would cut the help itself."""
-    app.command(name, cls=CommandWithSettings, short_help=summary)(command(function, trains=trains))
+    wrapped = command(function, trains=trains, rules=rules)
+    app.command(name, cls=CommandWithSettings, short_help=summary)(wrapped)
 
 
-add("train", train.train, "Train a model: grpo, ppo, distill, sft, reward or dpo.", trains=True)
-add("check", check.check, "Report whether a run will work and what it costs.", trains=True)
+add("train", train.train, "Train a model: grpo, ppo, distill, sft, reward or dpo.", trains=True, rules=train.OF_TRAIN)
+add("check", check.check, "Report whether a run will work and what it costs.", trains=True, rules=check.OF_CHECK)
 add("eval", evaluate.evaluate, "Evaluate policies or reward models on held-out rows.")
 add("doctor", check.doctor, "Diagnose a run by its metrics: what is wrong, what to change.")
-add("export", take.export, "Write the policy as a folder for other libraries, or one model.")
+add("export", take.export, "Write the policy as a folder for other libraries, or one model.", rules=take.OF_EXPORT)
 add("chat", take.chat, "Talk to a policy or a model.")
 add("serve", take.serve, "Answer OpenAI clients with a policy or a model.")
 add("report", show.report, "Write report.html and report.png of a run, or of several.")
-add("show", show.show, "Show the checkpoints, samples or training prompts of a run.")
+add("show", show.show, "Show the checkpoints, samples or training prompts of a run.", rules=show.OF_SHOW)
 add("list", show.list_names, "List settings, recipes or tasks.")

@@ -11,13 +11,14 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
+from tinyrl.cli.together import Rule, check_together
 from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
@@ -87,25 +88,30 @@ def method_typed(args: list[str]) -> str | None:
     return None
 
 
-def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[..., None]:
+def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequence[Rule] = ()) -> Callable[..., None]:
     """Wrap a function as a command: errors become messages and exit codes, and it gets --debug.
 
     A function with a parameter `options` loads models, and gets --device and --trust-remote-code. It may return its
-    exit code, or a function that trains and returns it. trains: a signal sets a flag, so that a step can end.
+    exit code, or a function that trains and returns it. One with a parameter `context` gets typer's. trains: a signal
+    sets a flag, so that a step can end; rules: which of its options go together.
     """
     signature = inspect.signature(function, eval_str=True)
     loads = "options" in signature.parameters
-    parameters = [one for one in signature.parameters.values() if one.name != "options"]
+    parameters = [one for one in signature.parameters.values() if one.name not in ("options", "context")]
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, (kind, default) in ({**(SHARED if loads else {}), "debug": (Debug, False)}).items()
     ]
 
-    def run(*, debug: bool, **given: Any) -> None:
+    def run(*, debug: bool, context: typer.Context, **given: Any) -> None:
         code: int | None = None
         try:
             with StopFlag() if trains else nullcontext():
                 with user_errors(debug):
+                    check_together(context, rules)
+                    if "context" in signature.parameters:
+                        given["context"] = context
                     if loads:
                         configure_libraries()
                         given["options"] = Options(given.pop("device"), given.pop("trust_remote_code"))
