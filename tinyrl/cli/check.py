@@ -31,7 +31,9 @@ def check(
     words: list[str] = settings_argument("as for `tinyrl train`; recipes name a method", before="[METHOD] [RECIPE] "),
     quick: bool = typer.Option(False, "--quick", help="stop before a weight is loaded"),
     offline: bool = typer.Option(False, "--offline", help="arithmetic alone, for this machine or --memory"),
-    memory: str | None = typer.Option(None, metavar="24GB", help="with --offline: memory of another machine's GPU"),
+    memory: str | None = typer.Option(
+        None, metavar="GB", help="with --offline: GPU memory of another machine, such as 24"
+    ),
     prompts: int = typer.Option(64, min=1, help="most training prompts to sample from"),
     samples: int | None = typer.Option(None, min=2, help="completions of each; default: a group, at least 8"),
     minutes: float = typer.Option(
