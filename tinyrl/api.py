@@ -78,8 +78,8 @@ def train(
     bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    folder = os.fspath(output_dir)
-    recipe = None if recipe is None else os.fspath(recipe)
+    folder = _path(output_dir)
+    recipe = None if recipe is None else _path(recipe)
     options = Options(device, trust_remote_code)
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
@@ -118,9 +118,10 @@ def evaluate(
     """Return what `tinyrl eval TARGET --json` prints. Raises ValueError for what a user can fix."""
     if min(num_prompts, samples) < 1:
         raise ValueError(f"num_prompts={num_prompts}, samples={samples}: at least 1 of each")
-    asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
-    path = os.fspath(target)
-    other = None if vs is None else os.fspath(vs)
+    saved = None if save_samples is None else _path(save_samples)
+    asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, saved)
+    path = _path(target)
+    other = None if vs is None else _path(vs)
     options = Options(device, trust_remote_code)
     with alone():
         check_evaluation(path, asked, vs=other)
@@ -131,7 +132,7 @@ def evaluate(
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
     """Open a run folder. Raises ValueError when it is not one."""
-    return OpenedRun(open_folder(Path(path)))
+    return OpenedRun(open_folder(_path(path)))
 
 
 class OpenedRun:
@@ -258,6 +259,10 @@ def alone() -> Iterator[None]:
 # ---- arguments as the command line has them ----
 
 
+def _path(path: str | os.PathLike[str]) -> str:
+    return os.path.expanduser(os.fspath(path))
+
+
 def overrides_from(
     settings: Settings | None, reward: Any = None, rows: Any = None, eval_rows: Any = None, *, inputs: Path = Path()
 ) -> list[str]:
@@ -284,9 +289,16 @@ def overrides_from(
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
-    """Write rows as a .jsonl file named by its content."""
-    plain = (_plain(f"row {at}", plain_row(row, f"row {at}")) for at, row in enumerate(rows, start=1))
-    text = "".join(json.dumps(row) + "\n" for row in plain)
+    """Write rows as a .jsonl file named by its content. Raises ValueError for what is not a list of dictionaries."""
+    text = ""
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"rows are dictionaries, a file or a hub name, not {truncate(repr(rows))}")
+    for number, row in enumerate(rows, start=1):
+        place = f"row {number}"
+        if not isinstance(row, Mapping):
+            hint = "; of a data frame give frame.to_dict('records')" if hasattr(rows, "to_dict") else ""
+            raise ValueError(f"{place}: {truncate(repr(row))} is not a dictionary of columns{hint}")
+        text += json.dumps(_plain(place, plain_row(row, place))) + "\n"
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -303,6 +315,12 @@ def _plain(place: str, value: Any) -> Any:
         return other.tolist() if hasattr(other, "tolist") else os.fspath(other)
 
     try:
-        return json.loads(json.dumps(value, default=converted), parse_constant={"NaN": None}.__getitem__)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{place}: {truncate(repr(value))} is no JSON: {error}") from None
+        return json.loads(json.dumps(value, default=converted), parse_constant=_nan_to_null)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {truncate(repr(value))} is not JSON: {error}") from None
+
+
+def _nan_to_null(name: str) -> None:
+    """Read NaN as null. Raises ValueError for Infinity, which JSON has not either."""
+    if name != "NaN":
+        raise ValueError(f"{name} has no place in JSON")

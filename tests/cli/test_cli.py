@@ -24,6 +24,7 @@ from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with recipes, rows and runs in it: one in order, one changed by hand, one without a file."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     Path("r.yaml").write_text("method: grpo\ntask: {name: sort}\n")
     Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
     Path("texts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
@@ -63,6 +64,8 @@ def refused(*arguments: str) -> str:
         ("train grpo r.yaml --name mine", "tinyrl train --resume runs/mine"),
         ("train grpo task.data=rows.jsonl", "rows.jsonl:1: "),
         ("train ppo bad.yaml", "bad.yaml: unknown key `\\x1b[31mred`"),
+        ("train grpo r.yaml --output-dir=~/r.yaml", "--output-dir"),  # of the home folder, where the shell leaves it
+        ("train grpo task.data=~/rows.jsonl", "rows.jsonl:1: "),
         ("train gpro", "Did you mean `grpo`?"),
         ("train", "which method?"),
         ("train --resume runs/none", "runs/none"),

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -109,6 +110,7 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
         try:
             with StopFlag() if trains else nullcontext():
                 with user_errors(debug):
+                    given = {name: _with_home(value) for name, value in given.items()}
                     check_together(context, rules)
                     if "context" in signature.parameters:
                         given["context"] = context
@@ -133,6 +135,15 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _with_home(value: Any) -> Any:
+    """Return an argument with the home folder for a leading ~, which the shell leaves as in --output-dir=~/runs."""
+    if isinstance(value, list):
+        return [_with_home(one) for one in value]
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    return value.expanduser() if isinstance(value, Path) else value
 
 
 def connected_world() -> World | None:
