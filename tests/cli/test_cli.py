@@ -102,6 +102,32 @@ def test_what_is_wrong_is_refused_before_anything_is_written(words: str, part: s
     assert part in refused(*words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "--resume", ""], "--resume is empty"),  # not the run in the current folder
+        (["train", "--from", " "], "--from is empty"),
+        (["train", "grpo", ""], "METHOD"),  # not the default recipe
+        (["train", "grpo", "r.yaml", "--output-dir="], "--output-dir is empty"),
+        (["check", "grpo", "r.yaml", "--write", ""], "--write is empty"),
+        (["eval", "runs/mine", "--vs", ""], "--vs is empty"),
+        (["eval", "runs/mine", "--save-samples", ""], "--save-samples is empty"),
+        (["eval", ""], "TARGET"),
+        (["export", "runs/mine", "--output", ""], "--output is empty"),
+        (["chat", ""], "MODEL"),
+        (["serve", "starter", "--host", ""], "--host is empty"),
+        (["doctor", ""], "RUN is empty"),
+        (["report", "runs/mine", ""], "RUN"),
+        (["show", "runs/mine", "--export-hard", ""], "--export-hard is empty"),
+        (["list", "settings", ""], "is empty"),
+    ],
+)
+def test_an_empty_word_is_refused_by_its_name(words: list[str], part: str):
+    """As of a shell's variable that is not set."""
+    Path("config.yaml").write_text(Path("runs/mine/config.yaml").read_text())
+    assert part in refused(*words)
+
+
 @pytest.mark.parametrize("arguments", ["train --nmae x", "train --resume", "eval x --split test", "eval", "tarin"])
 def test_an_option_or_command_that_is_wrong(arguments: str):
     result = run(*arguments.split())

@@ -39,7 +39,7 @@ def check(
     minutes: float = typer.Option(
         2.0, min=0.01, help="for sampling and the largest step: what takes longer is left out"
     ),
-    write: Path | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
+    write: str | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
     json_output: Json = False,
     *,
     options: Options,
@@ -59,7 +59,7 @@ def check(
         quick=quick,
         offline=offline,
         memory=memory,
-        write=write,
+        write=None if write is None else Path(write),
         prompts=prompts,
         samples=samples,
         minutes=minutes,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
-from tinyrl.cli.together import Rule, check_together
+from tinyrl.cli.together import Rule, check_not_empty, check_together
 from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
 from tinyrl.runs.launched import Options
 from tinyrl.runs.signals import StopFlag
@@ -110,8 +110,9 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
         try:
             with StopFlag() if trains else nullcontext():
                 with user_errors(debug):
-                    given = {name: _with_home(value) for name, value in given.items()}
+                    check_not_empty(context)
                     check_together(context, rules)
+                    given = {name: _with_home(value) for name, value in given.items()}
                     if "context" in signature.parameters:
                         given["context"] = context
                     if loads:

@@ -49,6 +49,17 @@ def check_together(context: typer.Context, rules: Sequence[Rule]) -> None:
             raise ValueError(f"{rule.option} needs {or_list([*rule.others])}: {rule.why}")
 
 
+def check_not_empty(context: typer.Context) -> None:
+    """Raise ValueError, naming it, for an argument or an option that is empty, as "$RUN" is where RUN is not set: as a
+    path it would mean the current folder.
+    """
+    for one in context.command.params:
+        value = context.params[str(one.name)]
+        words = value if isinstance(value, list) else [value]
+        if any(word is not None and not str(word).strip() for word in words):
+            raise ValueError(f"{one.opts[0] if one.param_type_name == 'option' else one.metavar} is empty")
+
+
 def refuse(context: typer.Context, names: Sequence[str], why: str) -> None:
     """Raise ValueError where any of the names was given: it has no effect, and why."""
     given = given_names(context)

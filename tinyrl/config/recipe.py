@@ -222,7 +222,7 @@ def load_config(
         needs_reward = METHODS[method].samples and METHODS[method].rewarded
         if needs_reward and _override_of(["reward.functions"], overrides) is None:
             missing.append("reward.functions")
-    path = find_recipe(recipe) if recipe else None
+    path = None if recipe is None else find_recipe(recipe)
     values, lines = read_with_lines(path) if path else ({}, {})
     written = values.get("method", method)
     own = METHODS[method].section
