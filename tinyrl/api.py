@@ -268,6 +268,8 @@ def overrides_from(
 ) -> list[str]:
     """Return settings, rewards and rows as `section.key=value`; rows are written to a file in the folder `inputs`."""
     flat: dict[str, Any] = {}
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ValueError(f"settings are {{'section.key': value}}, not {truncate(repr(settings))}")
     for key, value in (settings or {}).items():
         section = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, Mapping) else None
         flat |= section if section is not None and key in SECTIONS else {key: value}

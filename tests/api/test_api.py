@@ -159,6 +159,7 @@ class Frame:
     [
         ({"settings": {"run.num_steps": object()}}, "run.num_steps"),
         ({"settings": {"num_steps": 20}}, "`run.num_steps`"),
+        ({"settings": ["run.num_steps=20"]}, "section.key"),
         ({"rows": [{"prompt": "a"}, {"prompt": "b", "odd": float("inf")}]}, "row 2.*Infinity"),
         ({"rows": ["a"]}, "row 1.*'a'"),
         ({"rows": {"prompt": ["a"]}}, "row 1.*'prompt'"),
