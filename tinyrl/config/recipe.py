@@ -271,7 +271,9 @@ def build_config(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        sentences = explain(error, values.get("method"), place, missing=missing)
+        model = values.get("model")
+        has_adapter = isinstance(model, dict) and model.get("adapter") is not None
+        sentences = explain(error, values.get("method"), place, missing=missing, has_adapter=has_adapter)
         has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     typed = given_settings(apply_overrides({}, overrides))
