@@ -89,13 +89,38 @@ def method_typed(args: list[str]) -> str | None:
     return None
 
 
-def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequence[Rule] = ()) -> Callable[..., None]:
+def command(
+    function: Callable[..., int | None], *, stops: bool = False, rules: Sequence[Rule] = ()
+) -> Callable[..., None]:
     """Wrap a function as a command: errors become messages and exit codes, and it gets --debug.
 
     A function with a parameter `options` loads models, and gets --device and --trust-remote-code. It may return its
-    exit code, or a function that trains and returns it. One with a parameter `context` gets typer's. trains: a signal
-    sets a flag, so that a step can end; rules: which of its options go together.
+    exit code. One with a parameter `context` gets typer's. stops: a signal sets a flag, so that a piece of work can
+    end; rules: which of its options go together.
     """
+    return _wrapped(function, lambda code, debug: code or 0, stops=stops, rules=rules)
+
+
+def training_command(
+    function: Callable[..., Callable[[], int] | None], *, rules: Sequence[Rule] = ()
+) -> Callable[..., None]:
+    """Wrap a function that prepares a run and returns what trains it (None: nothing is left to do) as a command, which
+    ends with the exit code of the training.
+    """
+
+    def train(run: Callable[[], int] | None, debug: bool) -> int:
+        if run is None:
+            return 0
+        with user_errors(debug, training=True):
+            return run()
+
+    return _wrapped(function, train, stops=True, rules=rules)
+
+
+def _wrapped(
+    function: Callable[..., Any], finish: Callable[[Any, bool], int], *, stops: bool, rules: Sequence[Rule]
+) -> Callable[..., None]:
+    """Wrap a function as a command; finish: makes the exit code of what it returned, and of --debug."""
     signature = inspect.signature(function, eval_str=True)
     loads = "options" in signature.parameters
     parameters = [one for one in signature.parameters.values() if one.name not in ("options", "context")]
@@ -108,7 +133,7 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
     def run(*, debug: bool, context: typer.Context, **given: Any) -> None:
         code: int | None = None
         try:
-            with StopFlag() if trains else nullcontext():
+            with StopFlag() if stops else nullcontext():
                 with user_errors(debug):
                     check_not_empty(context)
                     check_together(context, rules)
@@ -118,17 +143,12 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
                     if loads:
                         configure_libraries()
                         given["options"] = Options(given.pop("device"), given.pop("trust_remote_code"))
-                    result: Any = function(**given)
-                with user_errors(debug, training=True):
-                    ended: Any = result() if callable(result) else result
-                    code = ended or 0
+                    result = function(**given)
+                code = finish(result, debug)
         except typer.Exit as end:
             code = end.exit_code
-        finally:  # the other processes of a launch do not wait for this one
-            if connected_world() is not None:
-                if code is None:  # a bug, whose traceback would be lost
-                    traceback.print_exc()
-                sys.modules["tinyrl.models.parallel"].leave(1 if code is None else code)
+        finally:
+            _leave_launch(code)
         raise typer.Exit(code or 0)
 
     run.__name__ = function.__name__
@@ -136,6 +156,15 @@ def command(function: Callable[..., Any], *, trains: bool = False, rules: Sequen
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _leave_launch(code: int | None) -> None:
+    """End this process of a launch of several, which do not wait for each other. code: None for a bug."""
+    if connected_world() is None:
+        return
+    if code is None:  # its traceback would be lost
+        traceback.print_exc()
+    sys.modules["tinyrl.models.parallel"].leave(1 if code is None else code)
 
 
 def _with_home(value: Any) -> Any:
