@@ -14,11 +14,11 @@ from torch import Tensor
 from tests.varied_reward import variety
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.errors import Interrupted
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.runs import provenance
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir, open_run
-from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start

@@ -28,14 +28,14 @@ from tinyrl.config.recipe import as_override, load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
-from tinyrl.errors import CodeChanged, Interrupted
 from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.process.errors import CodeChanged, Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.runs.folders import write_atomic
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.run_dir import open_run as open_folder
-from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report

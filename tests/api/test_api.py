@@ -25,10 +25,10 @@ from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
 from tinyrl.config.recipe import apply_overrides
 from tinyrl.data.readers import placed_rows
-from tinyrl.errors import CodeChanged
+from tinyrl.process.errors import CodeChanged
+from tinyrl.process.signals import check_stop
 from tinyrl.runs.folders import FolderLock
 from tinyrl.runs.run_dir import open_run
-from tinyrl.runs.signals import check_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"letters: {a} {b} sorted:"} for a in "abcdefgh" for b in "ijkl"]

@@ -17,7 +17,7 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.process.errors import GuardStop, Interrupted, OutOfRoom
 
 
 @pytest.fixture(autouse=True)

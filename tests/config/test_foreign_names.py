@@ -9,7 +9,7 @@ from tinyrl.config.foreign_names import answer_to_option
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import METHODS_ELSEWHERE, find_recipe, load_config
 from tinyrl.config.settings import SECTIONS, fields_of
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 
 LACKING = {  # settings of samples, by their names alone
     method: ("num_prompts", "group_size", "minibatch_size", "kl_coef") for method in ("sft", "reward", "dpo")

@@ -30,7 +30,7 @@ from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 from tinyrl.text import truncate
 
 JUDGE = "{use: judge, url: 'http://a:1', model: m, rubric: r.md}"

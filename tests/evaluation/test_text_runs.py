@@ -14,8 +14,8 @@ from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools.compare import _trained_on, compare, evaluate_target
 

@@ -23,7 +23,7 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 

@@ -23,11 +23,11 @@ from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.rows import with_num_steps
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.rubric import named_scale
-from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
 from tinyrl.training.load import load_method

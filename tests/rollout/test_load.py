@@ -11,8 +11,8 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.recipe import build_config
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
 
 
 def config_of(model: Path, rows: Path, **generation: Any) -> Config:

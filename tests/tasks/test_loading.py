@@ -13,8 +13,8 @@ from tinyrl.api import alone
 from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
+from tinyrl.process.launched import Options
 from tinyrl.rewards.functions import verifier_of
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits

@@ -15,7 +15,7 @@ from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.text import IncrementalDetokenizer
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 

@@ -18,8 +18,8 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
+from tinyrl.process.launched import Options
 from tinyrl.runs.folders import LOCK
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession

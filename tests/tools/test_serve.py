@@ -20,7 +20,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Target, policy_at
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.tools.serve import listen, names_of, served
 
 

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.load import load_method
 

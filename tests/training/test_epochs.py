@@ -13,7 +13,7 @@ from tests.tiny_models import TinyModels
 from tests.training.rows import write_rows
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.training.launch import fork
 from tinyrl.training.load import load_method
 

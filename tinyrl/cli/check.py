@@ -12,9 +12,9 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.cli.together import Excludes, Needs, Rule, refuse
 from tinyrl.cli.train import config_of
+from tinyrl.process.launched import Options
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_run
 from tinyrl.runs.run_dir import named_run, open_run
 

@@ -18,7 +18,7 @@ import typer
 import tinyrl
 from tinyrl.cli import check, evaluate, show, take, train
 from tinyrl.cli.options import CommandWithSettings, command, training_command, user_errors
-from tinyrl.runs.launched import launched
+from tinyrl.process.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
 

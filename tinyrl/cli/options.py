@@ -20,9 +20,9 @@ import typer
 from typer.core import TyperCommand
 
 from tinyrl.cli.together import Rule, check_not_empty, check_together
-from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
-from tinyrl.runs.launched import Options
-from tinyrl.runs.signals import StopFlag
+from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.text import escape_control, mask_url
 
 if TYPE_CHECKING:

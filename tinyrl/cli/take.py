@@ -10,7 +10,7 @@ import typer
 
 from tinyrl.cli.options import TrustRemoteCode, configure_libraries, settings_argument
 from tinyrl.cli.together import Needs, Rule
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 
 KEY = "TINYRL_KEY"
 Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")]

@@ -14,8 +14,8 @@ from tinyrl.cli.options import settings_argument
 from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
-from tinyrl.errors import ExplainedByCheck, OutOfRoom
-from tinyrl.runs.launched import Options, launched
+from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
+from tinyrl.process.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
 
 if TYPE_CHECKING:

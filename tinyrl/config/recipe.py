@@ -26,7 +26,7 @@ from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import fields_of
 from tinyrl.config.yaml_reader import dump_plain, parse_inline, parse_plain, parse_with_lines, quoted
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 from tinyrl.text import decode_utf8, did_you_mean, truncate
 
 NULLS = ("", "~", "null", "Null", "NULL")

@@ -16,17 +16,17 @@ from typing import Any, Literal, Self, TypeVar
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.messages import Message, Prompt, as_messages
 from tinyrl.environments.environment import Episode
-from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_policy, load_scorer
-from tinyrl.runs.launched import Options
-from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, in_chat, prepare_prompts
 from tinyrl.tasks.run_rows import rows_of_run

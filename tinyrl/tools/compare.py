@@ -31,10 +31,10 @@ from tinyrl.evaluation.targets import (
     trained_on,
 )
 from tinyrl.generation.engine import SampledRole
+from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import run_of
 from tinyrl.tasks.prompts import PreparedPrompt

@@ -8,9 +8,9 @@ from functools import partial
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed
 from tinyrl.data.rows import prompt_keys
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_policy
-from tinyrl.runs.launched import Options
 from tinyrl.tasks.run_rows import take_rows
 from tinyrl.training.distill import Distill
 from tinyrl.training.dpo import Dpo

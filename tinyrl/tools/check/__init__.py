@@ -22,9 +22,9 @@ from tinyrl.config.recipe import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
 from tinyrl.runs.finding import Finding
-from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
 from tinyrl.runs.resolve import check_room_for_responses, resolve
 from tinyrl.tasks import load_task
