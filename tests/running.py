@@ -14,13 +14,13 @@ from torch import Tensor
 from tests.varied_reward import variety
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.errors import Interrupted
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import provenance
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir, open_run
-from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks import task_of
 from tinyrl.tasks.run_rows import RunRows, rows_of_run
 from tinyrl.tools.report import write_report

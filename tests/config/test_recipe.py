@@ -11,9 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.aliases import ALIASES, LINES
+from tinyrl.config.aliases import ALIASES, reader_of
 from tinyrl.config.derive import derive
 from tinyrl.config.foreign_names import answer_to_option
+from tinyrl.config.foreign_values import Values
 from tinyrl.config.given import Given, apply_overrides, as_override
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
@@ -27,7 +28,7 @@ from tinyrl.config.recipe import (
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 from tinyrl.runs.resolve import config_of
 from tinyrl.text import truncate
 
@@ -352,7 +353,35 @@ def test_what_a_run_of_ones_own_needs_is_added_where_nothing_of_it_was_given():
 def test_sizes_that_were_not_given_are_told():
     assert "num_generations=8" in last_lines("per_device_train_batch_size=8", "seed=1")["grpo.num_prompts"]
     sizes = ["per_device_train_batch_size=8", "gradient_accumulation_steps=1", "num_generations=8"]
-    assert "grpo.num_prompts" not in last_lines(*sizes)
+    assert "with TRL's" not in last_lines(*sizes)["grpo.num_prompts"]
+
+
+def test_the_sum_that_makes_prompts_of_completions_is_shown():
+    sizes = ["per_device_train_batch_size=16", "gradient_accumulation_steps=4", "num_generations=8"]
+    counted = last_lines(*sizes, "generation_batch_size=128")["grpo.num_prompts"]
+    assert re.findall(r"\d+", counted) == ["128", "16", "8", "64"]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["num_generations=8"], True),
+        (["num_generations=8", "lr_scheduler_type=constant"], False),
+        (["lam=0.9"], False),  # of no library that has a schedule of its own
+    ],
+)
+def test_the_schedule_that_trl_has_where_none_is_given_is_told(given: list[str], is_told: bool):
+    method = "ppo" if "lam=0.9" in given else "grpo"
+    assert ("optim.schedule=linear" in refused(method, None, "task.name=sort", *given)) is is_told
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_what_an_adapter_brings_is_not_in_the_line(has_adapter: bool):
+    adapter = ["model.adapter=runs/sft"] if has_adapter else []
+    found = refused("grpo", None, "task.name=sort", *adapter, "lora_r=8", "lora_alpha=16", "seed=1")
+    line = "run.seed=1" if has_adapter else "lora.r=8 lora.alpha=16 run.seed=1"
+    assert found.splitlines()[-1] == f"to copy: {line}"
+    assert ("lora_r (model.adapter brings its own)" in found) is has_adapter
 
 
 @pytest.mark.parametrize(
@@ -394,9 +423,13 @@ def test_a_data_file_is_no_recipe(recipe: Callable[..., str], *, exists: bool):
         load_config("grpo", "rows.jsonl", overrides=[])
 
 
-@pytest.mark.parametrize("alias", sorted(LINES))
+VALUES_OF = {name: read.lines for name in sorted(ALIASES) if isinstance(read := reader_of(name), Values)}
+
+
+@pytest.mark.parametrize("alias", VALUES_OF)
 def test_each_line_to_copy_is_a_setting_with_a_value_it_takes(alias: str):
-    for line in LINES[alias].values():
+    for text in VALUES_OF[alias].values():
+        line = text if "=" in text else f"{ALIASES[alias].ours.setting}={text}"
         setting, _, value = line.partition("=")
         section, _, key = setting.partition(".")
         method = section if section in ("ppo", "sft", "dpo") else "grpo"
@@ -431,9 +464,11 @@ def test_an_old_name_in_a_run_s_config_yaml_is_read(recipe: Callable[..., str]):
 
 
 def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():
-    for answer in ALIASES.values():
-        for section, key in [] if answer.startswith(("!", "#", "--")) else re.findall(r"^([a-z_]+)\.([a-z_]+)", answer):
-            assert key in fields_of(section), answer
+    for row in ALIASES.values():
+        for ours in (row.ours, *row.under.values()):
+            if ours.setting and not ours.setting.startswith("--"):
+                section, _, key = ours.setting.partition(".")
+                assert key in fields_of(section), ours
 
 
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():

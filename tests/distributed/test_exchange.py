@@ -21,10 +21,10 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_model, tiny_reward_model
 from tests.training.rows import write_rows
 from tinyrl.config.schema import Config
-from tinyrl.errors import Interrupted
 from tinyrl.models import parallel
 from tinyrl.models.parallel import World, check_alike, join, sum_step
-from tinyrl.runs.launched import Launched
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Launched
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import _check_alike

@@ -11,9 +11,9 @@ from scipy.stats import binomtest, t
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.evaluate import evaluate
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:

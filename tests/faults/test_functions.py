@@ -21,8 +21,8 @@ from tests.faults.children import workers_left
 from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_environment, samples
 from tests.tiny_models import tiny_reward_model
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.starter.lookup import lookup_rows
 from tinyrl.tools.report import write_report

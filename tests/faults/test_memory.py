@@ -23,8 +23,8 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 

@@ -27,10 +27,10 @@ from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
 from tinyrl.generation.sample import FinishReason, Sample
 from tinyrl.generation.turns import Episodes
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 

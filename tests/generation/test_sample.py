@@ -21,10 +21,10 @@ from tinyrl.generation.sample import (
     loss_mask,
     rewards_of,
 )
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 
 
 @pytest.fixture(scope="module")

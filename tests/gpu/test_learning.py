@@ -16,8 +16,8 @@ from tests.tiny_models import TinyModels
 from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.policy import Policy
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.training.launch import start
 
 A, B, C = [7, 8, 9], [12, 4], list(range(20, 40))

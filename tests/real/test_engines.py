@@ -14,10 +14,10 @@ from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
 from tinyrl.generation.sample import Sample
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 
 pytestmark = pytest.mark.real
 

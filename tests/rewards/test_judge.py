@@ -22,13 +22,13 @@ from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.rows import with_num_steps
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.rubric import named_scale
 from tinyrl.rollout.preflight import check_before_loading
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check

@@ -11,9 +11,9 @@ from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.derive import derive_over
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 
 
 def small_config(model: Path, rows: Path, **generation: Any) -> Config:

@@ -16,9 +16,9 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.targets import Asked
+from tinyrl.process.launched import Options
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.compare import compare as compare_all
 from tinyrl.tools.compare import evaluate_target

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.targets import policy_at
+from tinyrl.process.launched import Options
 from tinyrl.runs.folders import LOCK
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting

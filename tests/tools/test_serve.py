@@ -19,7 +19,7 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.evaluation.targets import Target, policy_at
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.tools.serve import listen, names_of, served
 
@@ -119,6 +119,9 @@ def test_what_cannot_be_served_is_refused() -> None:
         port = str(taken.getsockname()[1])
         for words, named in (
             (["starter", "optim.learning_rate=1"], "optim.learning_rate"),
+            (["starter", "generation.stop=[x]"], "generation.stop"),  # a request has its own
+            (["starter", "generation.max_rows=4"], "generation.max_rows"),  # --max-rows
+            (["starter", "reward.truncated=mask"], "reward.truncated"),
             (["starter-reward", "--port", "0"], "starter-reward"),
             (["nothing-there/at-all/here"], "nothing-there"),
             (["starter", "--port", port], port),

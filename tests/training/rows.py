@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.load import load_method

@@ -14,8 +14,8 @@ from tests.training.rows import chat_model, loaded, talk, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import eos_token_ids
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import config_of
 from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.check.loaded import check_model

@@ -14,8 +14,8 @@ from tests.training.rows import write_rows
 from tinyrl.config.derive import derive_over
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.training.launch import fork
 from tinyrl.training.load import load_method

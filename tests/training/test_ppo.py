@@ -22,10 +22,10 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.ppo import Ppo

@@ -22,14 +22,14 @@ from tests.training.rows import chat_model, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
-from tinyrl.errors import Interrupted
 from tinyrl.models.device import python_rng
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import _with_date
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import changed_config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers

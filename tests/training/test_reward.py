@@ -20,9 +20,9 @@ from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.tokens import token_ids
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.launched import Options
 from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 from tinyrl.training.rows import Example
 

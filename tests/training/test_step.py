@@ -14,13 +14,13 @@ from tests.policies import policy_of
 from tests.tiny_models import sharp_model, tiny_model
 from tests.training.rows import trained
 from tinyrl.config.schema import Config
-from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
 from tinyrl.models.policy import Policy
+from tinyrl.process.errors import GuardStop, OutOfRoom
 from tinyrl.runs.resolve import config_of
 from tinyrl.training.step import (
     Pass,

@@ -13,7 +13,7 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.dropped import dropped_warning
-from tinyrl.runs.launched import Options, launched
+from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import OwnSide
 from tinyrl.text import format_number, hang, terminal_columns

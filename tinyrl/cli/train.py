@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tinyrl.cli.options import settings_argument
+from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
-from tinyrl.errors import ExplainedByCheck, OutOfRoom
-from tinyrl.runs.launched import Options, launched
+from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
+from tinyrl.process.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+
+OF_A_NEW_RUN = ("METHOD", "--name", "--output-dir", "--overwrite", "--from")
+OF_TRAIN: tuple[Rule, ...] = (
+    Excludes("--resume", OF_A_NEW_RUN, "the run goes on as it is, with settings as section.key=value at most"),
+    Excludes("--from", ("METHOD", "--overwrite"), "method and recipe are those of the run it starts from"),
+    Needs("--allow-config-change", ("--resume",), "it allows other settings in a run that goes on"),
+)
 
 
 def train(
@@ -37,16 +45,8 @@ def train(
 ) -> Callable[[], int] | None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
-    other = [word for word in words if "=" not in word]
-    if overwrite:
-        other.append("--overwrite")
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
-    of_a_new_run = bool(other) or name is not None or origin is not None or output_dir is not None
-    if resume is not None and of_a_new_run:
-        raise ValueError("--resume goes on with a run as it is: besides settings it takes nothing that is of a new run")
-    if resume is None and allow_config_change:
-        raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
         from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
         from tinyrl.runs.resolve import changed_config
@@ -64,8 +64,8 @@ def train(
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
             return None
     elif origin is not None:
-        if other or launched().world_size > 1:
-            raise ValueError("--from takes section.key=value, --name, --output-dir and --until, in one process")
+        if launched().world_size > 1:
+            raise ValueError("--from works in one process: leave the launcher out")
         from tinyrl.training import launch  # with torch
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)

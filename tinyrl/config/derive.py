@@ -25,7 +25,7 @@ from tinyrl.config.removed import REMOVED
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, GenerationConfig, Section
 from tinyrl.config.settings import fields_of
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 
 FULL_RATE = 1e-6  # of the policy; with LoRA, which starts at nothing, fifty times as much
 LORA_RATE = 5e-5
@@ -292,7 +292,9 @@ def _whole(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        sentences = explain(error, values.get("method"), given.places, missing=missing)
+        model = values.get("model")
+        has_adapter = isinstance(model, dict) and model.get("adapter") is not None
+        sentences = explain(error, values.get("method"), given.places, missing=missing, has_adapter=has_adapter)
         has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     of_model = facts(config)

@@ -10,17 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tinyrl.config.aliases import ALIASES, OPTIMIZER_STEPS
-from tinyrl.config.foreign_names import (
-    Copy,
-    ForeignNames,
-    answer_of,
-    copy_of,
-    home_of,
-    in_steps,
-    lines_to_copy,
-    written,
-)
+from tinyrl.config.aliases import ALIASES
+from tinyrl.config.foreign_names import answer_of, copy_of, copy_of_own, home_of, lines_to_copy
+from tinyrl.config.foreign_values import Copy, ForeignNames
 from tinyrl.config.refusal import Places, Refusal
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.settings import KeyPath, allowed, dotted_name, fields_in, walk, words_of
@@ -46,15 +38,23 @@ class Problem:
         return self.refusal.settings[0]
 
 
-def explain(error: ValidationError, method: object, places: Places, *, missing: Sequence[str] = ()) -> str:
+def explain(
+    error: ValidationError,
+    method: object,
+    places: Places,
+    *,
+    missing: Sequence[str] = (),
+    has_adapter: bool = False,
+) -> str:
     """Return sentences about the problems that pydantic found: all unknown names, and the first of the others, at most
     one for a setting. A sentence has a place, `key`, the value, what is allowed, and what was probably meant. The last
     line has what to write in place of the unknown names, where that is known; `missing` are settings that a run of
-    one's own needs besides.
+    one's own needs besides; has_adapter: model.adapter is given.
     """
     found: dict[str, Problem] = {}
     problems = error.errors(include_url=False)
-    given = ForeignNames(method, {str(one["loc"][0]): one["input"] for one in problems if len(one["loc"]) == 1})
+    names = {str(one["loc"][0]): one["input"] for one in problems if len(one["loc"]) == 1}
+    given = ForeignNames(method, names, has_adapter=has_adapter)
     for problem in problems:
         for one in _problems(problem, given):
             found.setdefault(one.name, one)
@@ -133,7 +133,7 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
     copy = None
     if home is not None:
         near = f" Did you mean `{home}`?"
-        copy = in_steps(str(key), home, value, given) if key in OPTIMIZER_STEPS else Copy(line=written(home, value))
+        copy = copy_of_own(str(key), home, value, given)
     else:
         near = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
     sentence = f"unknown key `{name}`.{near or f' Known: {join_truncated(known, most=40)}'}"

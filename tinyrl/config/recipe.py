@@ -119,7 +119,7 @@ def load_config(
         if needs_reward and Places(overrides=tuple(overrides)).override_of("reward.functions") is None:
             missing.append("reward.functions")
     written = Given({"method": method})
-    if recipe:
+    if recipe is not None:
         path = find_recipe(recipe)
         written = given_in(path, method, facts, name=f"default recipe {path.name}" if is_default else str(path))
     given = written.over(overrides, arguments=arguments)

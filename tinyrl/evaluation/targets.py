@@ -32,6 +32,9 @@ from tinyrl.workers.foreign_code import tell_code
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 ROWS = ("data", "eval_data", "revision", "columns", "max_samples")  # task settings that say which rows there are
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
+CHAT = ("task", "environment", "reward", "generation.stop", *(f"generation.{name}" for name in SAMPLING))
+SERVE = ("task.chat_template_kwargs", "generation.engine", *(f"generation.{name}" for name in SAMPLING))
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,12 @@ def find(path: str, asked: Asked) -> Target:
     return Target(path, run, None, config)
 
 
-def policy_at(path: str, settings: list[str]) -> Target:
-    """Return the policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises
-    ValueError for a reward model, a run without a checkpoint, other settings.
+def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) -> Target:
+    """Return the policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. takes:
+    sections and settings that have an effect. Raises ValueError for a reward model, a run without a checkpoint, other
+    settings.
     """
-    _check_settings(settings, ("task", "generation", "environment", "reward"))
+    _check_settings(settings, takes)
     run = run_of(Path(path))
     if run is None:
         meant = nearest_run(path)
@@ -218,10 +222,12 @@ def seen_in_training(first: Target, others: Sequence[Side], asked: Asked) -> fro
     return frozenset[str]().union(*map(trained_on, runs))
 
 
-def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
+def _check_settings(settings: Sequence[str], takes: tuple[str, ...]) -> None:
+    """Raise ValueError for a setting that is none of `takes` (sections, or settings by their whole names)."""
     for setting in settings:
-        if setting.partition(".")[0] not in sections:
-            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*sections])}")
+        key = setting.partition("=")[0]
+        if not any(key == name or key.startswith(f"{name}.") for name in takes):
+            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*takes])} count")
 
 
 def _names_rows(setting: str) -> bool:

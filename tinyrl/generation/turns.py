@@ -28,7 +28,7 @@ from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Seq
 from tinyrl.generation.sample import Sample
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.signals import check_stop
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tinyrl.config.sections import EMBEDDED, starter_path
-from tinyrl.errors import Stop, no_memory
+from tinyrl.process.errors import Stop, no_memory
 from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, truncate
 
 TOKENIZER_FILES = (

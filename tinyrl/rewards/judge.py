@@ -37,8 +37,8 @@ from tinyrl.data.http_client import NotingClient, last_try, secrets_in, until_do
 from tinyrl.data.messages import as_completion, as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.numbers import mean
+from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.rubric import read_rubric
 from tinyrl.rewards.trial import JUDGED_ANSWERS
 from tinyrl.tasks import Task

@@ -22,12 +22,12 @@ from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokeniz
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare_rows
 from tinyrl.rollout.prepared import PreparedRun
-from tinyrl.runs.launched import Options
 from tinyrl.runs.resolve import no_room_for_prompt, room_for_prompt
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, PromptLimit, most_tokens

@@ -11,9 +11,9 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
 from tinyrl.models.reading import resolve_model_path
+from tinyrl.process.launched import launched
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
-from tinyrl.runs.launched import launched
 from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of

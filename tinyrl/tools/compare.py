@@ -21,11 +21,11 @@ from tinyrl.evaluation.prepared import PreparedEvaluation
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
 from tinyrl.generation.engine import SampledRole
+from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
 from tinyrl.rollout.prepared import PreparedRun
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import OwnSide
 from tinyrl.tasks.prompts import PreparedPrompt

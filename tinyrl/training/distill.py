@@ -21,8 +21,8 @@ from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.generation.sample import Sample, conversations, fill, loss_mask, sampled_rows
 from tinyrl.models.batch import Batch, padded
+from tinyrl.process.signals import watched
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.method import Pass

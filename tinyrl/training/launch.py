@@ -33,10 +33,10 @@ from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import resolve_threads
 from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
 from tinyrl.runs.resolve import absolute_paths, model_facts

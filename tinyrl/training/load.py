@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tinyrl.data.readers import Placed
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_policy
 from tinyrl.rollout.prepared import PreparedRun
-from tinyrl.runs.launched import Options
 from tinyrl.training.distill import Distill
 from tinyrl.training.dpo import Dpo
 from tinyrl.training.grpo import Grpo

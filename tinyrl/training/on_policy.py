@@ -28,6 +28,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.models.batch import Batch, Tokens, padded
 from tinyrl.models.parallel import ALONE, World
+from tinyrl.process.signals import stop_held
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
     completion_text,
@@ -37,7 +38,6 @@ from tinyrl.rollout.records import (
     shown_samples,
     token_lines,
 )
-from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method
 from tinyrl.training.policy_loss import ROUNDING
 from tinyrl.training.prompt_sampler import PassRates, PromptSampler

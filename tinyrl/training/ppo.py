@@ -49,8 +49,8 @@ from tinyrl.generation.sample import Sample, conversations, fill, kl, kl_per_res
 from tinyrl.models.batch import Batch, Example, Item, padded
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
+from tinyrl.process.signals import watched
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, only_rounding, policy_loss, sampling_gap

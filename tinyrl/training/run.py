@@ -27,10 +27,11 @@ from torch import Tensor
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import seeded_permutation
-from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.models.device import as_out_of_memory, device_name, peak_memory_gb, python_rng, restore_rng, rng_tensors
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
+from tinyrl.process.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.process.signals import stop_held
 from tinyrl.rollout.records import room_for_samples
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
@@ -39,7 +40,6 @@ from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
-from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
 from tinyrl.training.method import Method
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers

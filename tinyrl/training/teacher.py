@@ -20,7 +20,6 @@ from torch import Tensor
 from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.errors import Interrupted
 from tinyrl.generation.sample import Sample, fill, loss_mask, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example, padded
@@ -31,6 +30,7 @@ from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
+from tinyrl.process.errors import Interrupted
 from tinyrl.rollout.collect import prepare_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 

@@ -20,7 +20,7 @@ from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.prepared import prepare
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, read_shapes
+from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, longest_text, read_shapes
 from tinyrl.training.load import load_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
@@ -213,10 +213,23 @@ def test_what_does_not_fit_is_found() -> None:
     assert check_memory(config, device="cpu", memory="8GB").findings == []
     [finding] = check_memory(config, device="cpu", memory="0.1GB").findings
     assert "run.micro_batch_tokens" in finding.change
-    assert [bytes_of(text) for text in ("24GB", "1.5 T", "80gib", "512M")] == [24e9, 1.5e12, 80e9, 512e6]
-    for text in ("24XB", "", "0GB", "GB"):
+    assert [bytes_of(text) for text in ("24GB", "1.5 T", "80gib", "512M", "24")] == [24e9, 1.5e12, 80e9, 512e6, 24e9]
+    for text in ("24XB", "", "0GB", "GB", "24B"):
         with pytest.raises(ValueError, match="--memory"):
             bytes_of(text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ("starter-grpo", None),  # a prompt and its answer
+        ("gsm8k-python-1.5b", 512 + 768 + 3 * 200),  # max_new_tokens are of the whole episode
+        ("lookup", 32 + 24 + 3 * 8),  # replies of the task itself
+    ],
+)
+def test_the_longest_text_of_an_episode_has_its_replies(recipe: str, tokens: int | None) -> None:
+    config = load_config("grpo", recipe, overrides=[])
+    assert longest_text(config) == tokens or config.generation.max_prompt_tokens + config.generation.max_new_tokens
 
 
 DOUBLE = """

@@ -11,8 +11,8 @@ import pytest
 
 from tinyrl.cli.train import typed_config
 from tinyrl.data.writers import write_rows
+from tinyrl.process.launched import Options
 from tinyrl.runs.finding import found_by
-from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code

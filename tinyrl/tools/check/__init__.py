@@ -21,10 +21,10 @@ import psutil
 from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import row_key
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import PreparedRun, PreparedSettings, prepare, prepare_settings
 from tinyrl.runs.finding import Finding
-from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
 from tinyrl.tasks.run_rows import shared_by_splits
 from tinyrl.text import excerpt, one_line

@@ -14,12 +14,12 @@ import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed
-from tinyrl.errors import OutOfRoom
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
+from tinyrl.process.errors import OutOfRoom
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.finding import Finding

@@ -118,7 +118,13 @@ class Trial:
         return self.knows_gold or any(rate > 0 for rate in self.pass_rates)
 
     @property
+    def has_groups(self) -> bool:
+        """Return whether the run compares completions of one prompt."""
+        return self.config.on_policy.group_size > 1
+
+    @property
     def group_size(self) -> int:
+        """Return the completions of a prompt that are compared: of the run's groups, else those of this trial."""
         size = self.config.on_policy.group_size
         return size if size > 1 else self.samples
 
@@ -436,10 +442,12 @@ def decided_prompts(trial: Trial) -> Finding | None:
             "task.data=ROWS.jsonl."
         )
     flat = 1 - trial.spread
+    what = f"{flat:.0%} of the groups would have one reward for all, which teaches nothing"
+    if not trial.has_groups:
+        what = f"{flat:.0%} of the prompts have one reward for all completions, which teaches little"
     return Finding(
         name=name,
-        what=f"{flat:.0%} of the groups would have one reward for all, which teaches nothing; {trial.pass_rate:.1%} of "
-        "the completions are right.",
+        what=f"{what}; {trial.pass_rate:.1%} of the completions are right.",
         change=change,
         figures={"flat": flat, "pass_rate": trial.pass_rate},
     )
@@ -539,13 +547,17 @@ OF_REWARDS = (
 
 
 def findings_in(trial: Trial) -> list[Finding]:
-    """Return the findings of a trial, without those that follow from failed episodes or missing rewards alone."""
-    consequences = list[Callable[[Trial], Finding | None]]()
-    if trial.config.trains.rewarded and trial.dropped > 0.5:
-        consequences += OF_REWARDS
+    """Return the findings of a trial, without those that follow from failed episodes or missing rewards alone, and
+    without those about rewards where the method learns from none.
+    """
+    left_out = list[Callable[[Trial], Finding | None]]()
+    if not trial.config.trains.rewarded:
+        left_out += [*OF_REWARDS, right_answers_in_another_form]
+    elif trial.dropped > 0.5:
+        left_out += OF_REWARDS
     if trial.play_failed > 0.5:
-        consequences += OF_TEXTS
-    return found_by([check for check in FINDINGS if check not in consequences], trial)
+        left_out += OF_TEXTS
+    return found_by([check for check in FINDINGS if check not in left_out], trial)
 
 
 # ---- the page ----
@@ -570,7 +582,8 @@ def section(trial: Trial) -> CheckSection:
             f"reward {format_number(trial.reward_mean)} on average, greedily {format_number(trial.reward_greedy)}"
         )
         if not math.isnan(trial.spread):  # fewer samples than a group
-            lines.append(f"{trial.spread:.0%} of groups of {trial.group_size} have rewards that differ")
+            groups = f"groups of {trial.group_size}" if trial.has_groups else "prompts"
+            lines.append(f"{trial.spread:.0%} of {groups} have rewards that differ")
         best = max(rewarded(trial.answers), key=lambda answer: answer.reward)
         worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
         for answer in (best, worst):
