@@ -39,12 +39,19 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils.hub import cached_file
 
-from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
+from tinyrl.config.sections import starter_path
+from tinyrl.models.folder_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
+from tinyrl.models.reading import (
+    TOKENIZER_FILES,
+    reading,
+    reading_tokenizer,
+    resolve_model_path,
+    tokenizer_folder,
+)
+from tinyrl.models.trial import try_folder
 from tinyrl.text import truncate
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TRIED_TEXTS = (  # on which a tokenizer is compared with its file: what pre-tokenizers and normalizers treat differently
     "what is 650841823 plus 2023",
     "  12  345   6789 0",
@@ -70,12 +77,15 @@ OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuesti
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, needs_eos: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer. Without a pad token it pads with EOS, which is safe: masks come from lengths. Raises
-    ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
+    """Load a model's tokenizer, after a trial of its files (trial.py). Without a pad token it pads with EOS, which is
+    safe: masks come from lengths. Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a
+    completion).
     """
     options: dict[str, Any] = {"revision": revision or HUB_DEFAULT}
     resolved = resolve_model_path(path)
-    with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
+    with reading_tokenizer(path, resolved):
+        if starter_path(path) is None:
+            try_folder(tokenizer_folder(resolved, **options))
         # Beside some architectures (Qwen2) the library would put any vocabulary into the architecture's own tokenizer.
         named = get_tokenizer_config(resolved, **options)
         plain = named.get("tokenizer_class") in PLAIN_TOKENIZERS
