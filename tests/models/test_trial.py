@@ -77,6 +77,7 @@ def test_a_template_of_another_name_is_tried(folder: Path) -> None:
         load_tokenizer(str(with_template(folder, "{{ messages }}")))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "parts",
     [

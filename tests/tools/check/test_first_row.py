@@ -14,7 +14,6 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tests.training.rows import chat_model, loaded, talk, write_rows
 from tinyrl.cli.commands import app
-from tinyrl.models import trial
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
 GENERATION = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -65,14 +64,10 @@ def test_a_template_that_refuses_is_refused_by_the_sentence_of_a_start(
     assert str(caught.value).splitlines()[0] in shown
 
 
-def test_a_template_that_never_ends_is_refused(
-    model: Path, asked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trial, "CPU_S", 1)
-    endless = shutil.copytree(model, tmp_path / "endless")
-    loop = "{% for i in range(99999) %}"
-    (endless / "chat_template.jinja").write_text(f"{loop * 4}{'{% endfor %}' * 4}")
-    assert "chat_template.jinja" in quick("grpo", endless, asked, code=2)
+def test_a_template_that_takes_too_much_is_refused(model: Path, asked: Path, tmp_path: Path) -> None:
+    hungry = shutil.copytree(model, tmp_path / "hungry")
+    (hungry / "chat_template.jinja").write_text("{{ 'a' * 10**9 }}")
+    assert "chat_template.jinja takes" in quick("grpo", hungry, asked, code=2)
 
 
 def test_a_damaged_tokenizer_is_refused(model: Path, asked: Path, tmp_path: Path) -> None:
