@@ -24,6 +24,7 @@ from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
 from tinyrl.errors import Interrupted
 from tinyrl.models.device import python_rng
+from tinyrl.models.kernels import Kernels
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
 from tinyrl.rollout.load import _with_date
@@ -580,7 +581,7 @@ def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -
             CheckpointState.read(tmp_path)
 
 
-# ---- the budget of micro-batches ----
+# ---- what was found on a device ----
 
 
 @pytest.mark.parametrize(
@@ -606,3 +607,12 @@ def test_a_budget_is_kept_on_the_device_that_it_fits(
     run: Any = SimpleNamespace(policy=SimpleNamespace(micro_batches=budget, device=budget.device))
     Run._restore_budget(run, state)
     assert (budget.tokens, budget.unmeasured) == (tokens, unmeasured)
+
+
+def test_what_was_found_on_a_device_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"micro_batch_tokens": 1, "python_random": [], "records": {}, "config": {}}
+    kernels = Kernels(varlen_attention=True)
+    found: dict[str, Any] = {"kernels": kernels, "kernels_place": "H200, torch 2.11"}
+    CheckpointState(run=RunState(), sources=InputHashes(), **own, **found).write(tmp_path)
+    kept = CheckpointState.read(tmp_path)
+    assert (kept.kernels, kept.kernels_place) == (kernels, "H200, torch 2.11")
