@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -117,6 +117,7 @@ class CheckpointState(BaseModel):
     run: RunState
     micro_batch_tokens: int
     micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
+    max_rows: PositiveInt | None = None  # that are sampled at a time on that device
     kernels: Kernels | None = None  # None: not chosen yet, or not written by an earlier version
     kernels_place: str | None = None  # device and torch of that choice
     sources: InputHashes
@@ -504,6 +505,7 @@ class Run:
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
+            max_rows=self.method.max_rows,
             kernels=self.kernel_trial.chosen,
             kernels_place=self.kernel_trial.place,
             sources=self.sources(),
@@ -540,6 +542,7 @@ class Run:
             load_optimizers(self.optimizers, load_file(folder / OPTIMIZER))
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
             self._restore_budget(kept)
+        self._restore_max_rows(kept)
         notes = self.kernel_trial.restore(kept.kernels, place=kept.kernels_place)
         notes += self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
         self.watch.look(kept.run.step)  # these have been reported
@@ -556,6 +559,15 @@ class Run:
         may_be_of_cpu = kept.micro_batch_device is None and kept.micro_batch_tokens <= budget.tokens
         if kept.micro_batch_device == here or (here == "cpu" and may_be_of_cpu):
             budget.restore(kept.micro_batch_tokens)
+
+    def _restore_max_rows(self, kept: CheckpointState) -> None:
+        """Go on with a checkpoint's limit of rows that are sampled at a time, where its device was such a one, unless
+        another limit is set now.
+        """
+        if kept.max_rows is None or kept.micro_batch_device != device_name(self.policy.device):
+            return
+        if kept.config["generation"]["max_rows"] == self.config.generation.max_rows:
+            self.method.restore_max_rows(kept.max_rows)
 
     def _interrupted(self, reason: Interrupted) -> None:
         """Tell other processes, put back what the step under way has changed, and save where the run then stands."""
