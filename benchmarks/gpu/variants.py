@@ -15,7 +15,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 
 from benchmarks.gpu import flash
 from benchmarks.gpu.attention import RaggedAttend
@@ -106,7 +105,7 @@ def by_kernels(step: TrainingStep, kernels: Kernels) -> Iterator[None]:
     with ExitStack() as undo:
         undo.enter_context(patch.object(step.policy, "kernels", kernels))
         if step.policy.device.type == "cpu":
-            undo.enter_context(patch.object(varlen, "varlen_attn", flash.varlen_attn))
+            undo.enter_context(patch("torch.nn.attention.varlen.varlen_attn", flash.varlen_attn))
             undo.enter_context(patch("tinyrl.models.packing.computes_varlen", lambda query: True))
         yield
 

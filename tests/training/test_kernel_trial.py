@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import varlen as torch_varlen
 
 from benchmarks.gpu import flash
 from tests import running
@@ -29,6 +28,7 @@ from tinyrl.training.method import Pass
 from tinyrl.training.run import CheckpointState
 from tinyrl.training.step import Updater, role_optimizers
 
+VARLEN_ATTN = "torch.nn.attention.varlen.varlen_attn"
 NONE = Kernels()
 VARLEN = Kernels(varlen_attention=True)
 ONE_PASS = Kernels(one_pass_logits=True)
@@ -140,7 +140,7 @@ ITEMS = [Example([5 + i // 4, 6, 7], [ordinary_ids(60, 24, start=31 * i)]) for i
 def trial(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelTrial:
     """A policy in bfloat16 that says it may choose; one call of attention is computed by its formula."""
     monkeypatch.setattr(kernel_trial, "may_choose", lambda device: True)
-    monkeypatch.setattr(torch_varlen, "varlen_attn", flash.varlen_attn)
+    monkeypatch.setattr(VARLEN_ATTN, flash.varlen_attn)
     return trial_of(tiny_model(tmp_path, "llama"), torch.bfloat16, lora=request.param)
 
 
@@ -254,7 +254,7 @@ def test_a_run_tries_in_its_first_step_and_its_checkpoint_has_the_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(kernel_trial, "may_choose", lambda device: True)
-    monkeypatch.setattr(torch_varlen, "varlen_attn", flash.varlen_attn)
+    monkeypatch.setattr(VARLEN_ATTN, flash.varlen_attn)
     monkeypatch.setattr(kernel_trial, "choose", lambda compare, *, lacks: Choice(VARLEN, ["chosen here"]))
     model = {"dtype": "bfloat16"}
     run = {"num_steps": 2, "eval_prompts": 0, "save_every": 1}
@@ -301,7 +301,7 @@ def test_a_choice_that_is_made_anew_is_compared_with_the_checkpoints(
     seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, differs: bool
 ):
     monkeypatch.setattr(kernel_trial, "may_choose", lambda device: True)
-    monkeypatch.setattr(torch_varlen, "varlen_attn", flash.varlen_attn)
+    monkeypatch.setattr(VARLEN_ATTN, flash.varlen_attn)
     monkeypatch.setattr(kernel_trial, "missing", lambda name: "not here" if name == "one_pass_logits" else None)
     found = trial_of(tiny_model(tmp_path, "llama"), torch.bfloat16, lora=True)
     found.restore(VARLEN, place="another card")
