@@ -40,6 +40,13 @@ FEW: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no report, which takes longer than they do, but where a test is marked `whole`."""
+    if request.node.get_closest_marker("whole") is None:
+        monkeypatch.setattr("tinyrl.api.write_report", lambda folder: ())
+
+
 def run_of(tiny: TinyModels, folder: Path, **more: Any) -> OpenedRun:
     settings = {**FEW, "model.path": str(tiny("llama")), "optim.learning_rate": 1e-2}
     return tinyrl.train("grpo", None, settings, reward=variety, rows=ROWS, output_dir=str(folder), **more)
@@ -65,6 +72,7 @@ def test_it_is_the_commands_run_bit_for_bit(tiny: TinyModels, tmp_path: Path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.whole
 def test_a_run_has_its_metrics_samples_report_and_policy(tiny: TinyModels, tmp_path: Path):
     run = run_of(tiny, tmp_path, name="mine")
     assert (run.exit_code, run.finished, run.name) == (0, True, "mine")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import binomtest, t
 
 from tests import running
 from tests.tiny_models import tiny_model
@@ -83,6 +82,8 @@ TENTHS = "def tenth(prompts, completions, **columns):\n    return [int(prompt) /
 
 def test_scores_that_happen_to_be_between_0_and_1_have_the_interval_of_a_mean(tmp_path: Path) -> None:
     """Student's, by scipy: also beyond 1, where no share is."""
+    from scipy.stats import t
+
     rewards, found = interval_of(tmp_path, TENTHS, functions=[{"use": f"{tmp_path / 'own.py'}:tenth"}])
     assert sorted(rewards) == pytest.approx([0.2, 0.4, 0.9])
     error = math.sqrt(((0.2 - 0.5) ** 2 + (0.4 - 0.5) ** 2 + (0.9 - 0.5) ** 2) / 2 / 3)
@@ -92,6 +93,8 @@ def test_scores_that_happen_to_be_between_0_and_1_have_the_interval_of_a_mean(tm
 
 def test_verdicts_of_a_task_that_declares_them_have_wilsons_interval(tmp_path: Path) -> None:
     """By scipy, of 0 of 3."""
+    from scipy.stats import binomtest
+
     rewards, found = interval_of(tmp_path, "")
     assert rewards == [0.0, 0.0, 0.0]
     wilson = binomtest(0, 3).proportion_ci(0.95, method="wilson")

@@ -66,7 +66,7 @@ def gradients(method: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[s
     updater = Updater(method.policy, role_optimizers(method.config.optim, method.policy.parameters), max_grad_norm=1e9)
     metrics = updater._accumulate([one_pass])
     found = {name: p.grad.clone() for name, p in method.policy.parameters["policy"].items() if p.grad is not None}
-    updater._zero_grad()
+    updater.zero_grad()
     return metrics, found
 
 

@@ -294,6 +294,7 @@ def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_the_times_of_a_step_add_up_to_all_of_it(method: str, model: Path, tmp_path: Path) -> None:
     run = trained(running.config(method, model), tmp_path)
     for line in running.metrics(run)[1:]:

@@ -174,6 +174,7 @@ def plain_nll(policy: Policy, text: Sequence[Example]) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "micro_batch_tokens"), [("adapter", 40), ("shared", 10_000)])
+@pytest.mark.wide
 def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     kind: str, micro_batch_tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +291,7 @@ def with_vocabulary(source: Path, folder: Path, order: Callable[[list[str]], lis
 
 
 @pytest.mark.parametrize("of_run", [False, True], ids=["model", "run"])
+@pytest.mark.wide
 def test_a_critic_of_other_tokens_is_refused(of_run: bool, tiny: TinyModels, tmp_path: Path) -> None:
     """Of as many tokens, shifted by one or in another order; a model of another kind with the same tokens is taken."""
     models = {

@@ -23,6 +23,7 @@ from tests.training.test_resume import assert_same
 from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
 from tinyrl.models.device import python_rng
+from tinyrl.models.kernels import Kernels
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
 from tinyrl.process.errors import Interrupted
@@ -611,7 +612,9 @@ def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -
             CheckpointState.read(tmp_path)
 
 
-# ---- the budget of micro-batches ----
+# ---- what was found on a device ----
+
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -637,3 +640,40 @@ def test_a_budget_is_kept_on_the_device_that_it_fits(
     run: Any = SimpleNamespace(policy=SimpleNamespace(micro_batches=budget, device=budget.device))
     Run._restore_budget(run, state)
     assert (budget.tokens, budget.unmeasured) == (tokens, unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("there", "kept", "set_then", "rows"),
+    [
+        ("H200", 6, None, 6),
+        ("T4", 6, None, None),
+        (None, 6, None, None),
+        ("H200", 6, 12, None),
+        ("H200", None, None, None),
+    ],
+)
+def test_a_halved_limit_of_sampled_rows_is_kept_on_its_device(
+    there: str | None, kept: int | None, set_then: int | None, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where generation.max_rows is another setting now, that one counts."""
+    monkeypatch.setattr("tinyrl.training.run.device_name", lambda device: "H200")
+    own: dict[str, Any] = {"micro_batch_tokens": 1, "micro_batch_device": there, "python_random": [], "records": {}}
+    before = {"generation": {"max_rows": set_then}}
+    state = CheckpointState(run=RunState(), sources=InputHashes(), config=before, max_rows=kept, **own)
+    restored: list[int] = []
+    run: Any = SimpleNamespace(
+        policy=SimpleNamespace(device=GPU),
+        config=SimpleNamespace(generation=SimpleNamespace(max_rows=None)),
+        method=SimpleNamespace(restore_max_rows=restored.append),
+    )
+    Run._restore_max_rows(run, state)
+    assert restored == ([] if rows is None else [rows])
+
+
+def test_what_was_found_on_a_device_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"micro_batch_tokens": 1, "python_random": [], "records": {}, "config": {}}
+    kernels = Kernels(varlen_attention=True)
+    found: dict[str, Any] = {"kernels": kernels, "kernels_place": "H200, torch 2.11", "max_rows": 6}
+    CheckpointState(run=RunState(), sources=InputHashes(), **own, **found).write(tmp_path)
+    kept = CheckpointState.read(tmp_path)
+    assert (kept.kernels, kept.kernels_place, kept.max_rows) == (kernels, "H200, torch 2.11", 6)

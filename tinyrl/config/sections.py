@@ -415,6 +415,9 @@ class RunConfig(Section):
         default=3, description="checkpoints to keep, beside the best"
     )
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
+    kernels: Literal["auto", "plain"] = Field(
+        default="auto", description="auto: on a GPU, faster ones that a trial finds as exact; plain: never"
+    )
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: Annotated[list[Tracker], OnlyKeeps()] = Field(
         default_factory=list, description="experiment trackers beside metrics.jsonl"

@@ -125,10 +125,11 @@ def batch_of(
     device: torch.device | str = "cpu",
     tokens: Tokens = "loss",
     last_tokens: bool = False,
+    varlen: bool = False,
 ) -> Batch:
     """Lay items out as a batch, all first responses before all second ones. A response may be empty; a prompt may not.
     `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
-    `last_tokens`.
+    `last_tokens`. varlen: packed rows attend in one call (packing.py).
     """
     masks = [item.listed(tokens) for item in items]
     sides = range(len(items[0].responses))
@@ -138,7 +139,7 @@ def batch_of(
     assert all(prompts), "a row needs at least one prompt token to predict from"
     assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
     if packed:
-        ids, positions, state_index, ends, packing = _packed(prompts, responses, listed, last_tokens, device)
+        ids, positions, state_index, ends, packing = _packed(prompts, responses, listed, last_tokens, device, varlen)
         mask = torch.ones_like(ids)
     else:
         rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -176,6 +177,7 @@ def _packed(
     listed: list[list[int]],
     last_tokens: bool,
     device: torch.device | str,
+    varlen: bool,
 ) -> tuple[Tensor, Tensor, list[int], list[int], Packing]:
     """Lay rows end to end; equal prompts are one, and different ones share what they begin with. Return ids and
     positions, (1, L) each, the index of the state before each listed token and of each row's last one.
@@ -201,5 +203,5 @@ def _packed(
             positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
-    packing = pack(shape, start=start, device=device)
+    packing = pack(shape, start=start, device=device, varlen=varlen)
     return torch.tensor([ids]), torch.tensor([positions]), list(chain(*before)), ends, packing

@@ -43,7 +43,7 @@ class Distill(OnPolicy):
             with run.timed("rollout"):
                 samples = conversations(self.responses(run, step))
             # 2. What the teacher says to them.
-            run.updater.measure(self.trial_passes(samples))
+            run.fit_to_device(self.trial_passes(samples))
             taught = self.ask_teacher(run, samples)
             rewards = self.reward_metrics(samples) if any(sample.rewarded for sample in samples) else {}
             recorded = self.record_prompts(run, step)

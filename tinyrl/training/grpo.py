@@ -56,7 +56,7 @@ class Grpo(OnPolicy):
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 partition = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference, and before the update.
-            run.updater.measure(self.trial_passes(samples))
+            run.fit_to_device(self.trial_passes(samples))
             with run.timed("reference"):
                 measured = self.compute_logprobs(run, samples, partition, scored=kl_in_score(config))
             taught = self.ask_teacher(run, samples)

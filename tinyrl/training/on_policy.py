@@ -87,6 +87,13 @@ class OnPolicy(Method):
     def rows_of_epoch(self) -> tuple[int, int]:
         return len(self.collector.train_prompts), self.config.on_policy.num_prompts
 
+    @property
+    def max_rows(self) -> int | None:
+        return self.collector.engine.max_rows
+
+    def restore_max_rows(self, rows: int) -> None:
+        self.collector.engine.max_rows = rows
+
     def epoch_note(self) -> str:
         """Return the steps of an epoch, and how many completions and optimizer steps a step has."""
         section = self.config.on_policy

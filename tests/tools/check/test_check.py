@@ -52,6 +52,7 @@ def test_the_default_run_is_sound_and_its_rates_are_written(tmp_path: Path, monk
 
 def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tinyrl.tools.report.write_report", lambda folder: ())  # takes longer than the run
     Path("mine.py").write_text(
         "def bad(completions, **_): return [1 / 0 for c in completions]\n"
         "def fine(completions, answer, **_):\n"

@@ -1,6 +1,7 @@
 """`tinyrl check`: find out whether a run will work and what it costs, on one page, before it costs anything.
 
 section.py         a part of the page
+first_row.py       the first row as the model reads it, without a model
 reward.py          the reward tried on rows, without a model
 environment.py     the environment tried with scripted turns, without a model; tool_arguments.py: calls of a tool
 offline.py         memory by arithmetic
@@ -29,6 +30,7 @@ from tinyrl.runs.provenance import versions
 from tinyrl.tasks.run_rows import shared_by_splits
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
+from tinyrl.tools.check.first_row import read_first_row
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.reward import check_reward, has_environment
@@ -124,10 +126,7 @@ def _with_models(
             yield from (rows, *parts)
             raise
         with closing(method):
-            cut = excerpt("\n".join(loaded.row_lines(method)), 4 * SHOWN)
-            rows.lines.append(cut.head)
-            if cut.omitted:
-                rows.lines += [f"[{cut.omitted:,} characters]", cut.tail]
+            _show(rows, loaded.row_lines(method))
             yield from (rows, *parts)
             yield loaded.check_model(method, notes)
             if not isinstance(method, OnPolicy):
@@ -204,6 +203,14 @@ def _by_name(config: Config) -> dict[str, Any]:
     return found
 
 
+def _show(section: CheckSection, lines: list[str]) -> None:
+    """Add lines with a row's texts to a section, without the middle of long ones."""
+    cut = excerpt("\n".join(lines), 4 * SHOWN)
+    section.lines.append(cut.head)
+    if cut.omitted:
+        section.lines += [f"[{cut.omitted:,} characters]", cut.tail]
+
+
 def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
     """Return how many rows there are of each split, and the first of them."""
     config = prepared.config
@@ -231,6 +238,10 @@ def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
             lines.append("read as letters of the task sort; rows of another kind need task.name=rows")
     lines.append("columns: " + ", ".join(f"{name}={one_line(repr(value), 30)}" for name, value in row.items()))
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
+    if quick:
+        first = read_first_row(config, task, rows.kind, row)
+        section.facts["tokens"] = first.tokens
+        _show(section, first.lines)
     if len(known) == 1 < len(train):
         finding = Finding(
             name="one row",

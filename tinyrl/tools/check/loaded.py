@@ -28,6 +28,7 @@ from tinyrl.runs.finding import Finding
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, most_tokens, render_prompt
 from tinyrl.text import truncate
+from tinyrl.tools.check.first_row import lines_of
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
@@ -62,11 +63,9 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     collector = method.collector
     tokenizer = method.policy.tokenizer
     first = collector.train_prompts[0]
-    pieces = [str(tokenizer.decode([token])) for token in first.tokens[-12:]]
     lengths = sorted(len(prompt.tokens) for prompt in collector.train_prompts)
     lines = [
-        f"as the model reads it: {first.text!r}",
-        f"its last tokens: {pieces}",
+        *lines_of(tokenizer, first.text, first.tokens),
         f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}",
     ]
     if isinstance(runner := collector.runner, EpisodeRunner):
