@@ -56,7 +56,7 @@ def prepare(options: Namespace) -> dict[str, Path]:
         recipe = recipe_of("sft", options=options, **FORM)
         question = {"recipe": in_folder(recipe, folders["real"], data), "overrides": []}
         trained = processes.run("ours", question, options=options)
-        words = ["export", trained["adapter"], "--merge", "--dtype", "float32", "--overwrite"]
+        words = ["export", trained["adapter"], "--merge", "--dtype", "float32"]
         assert not app([*words, "--output", str(folders["form"] / "model")], standalone_mode=False)
         for folder in folders.values():
             write_rendered(folder, data, recipe["task"]["system_prompt"])

@@ -12,7 +12,7 @@ import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import ANSWERS, ANSWERS_OF_METHODS
+from tinyrl.config.aliases import TABLE, Foreign, Ours
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
@@ -141,26 +141,24 @@ def settings_page() -> str:
         ]
         for name, default, meaning in describe(section):
             lines.append(row(f"`{section}.{name}`", f"`{default}`" if default else "", meaning))
-    lines += [TRL, NAMES.lstrip(), "| there | here |", "|---|---|", *names(ANSWERS)]
+    lines += [TRL, NAMES.lstrip(), "| there | here |", "|---|---|", *map(foreign_row, TABLE)]
     return NOTE + "\n".join(lines) + "\n"
 
 
-def names(answers: dict[str, str]) -> list[str]:
-    """Return table rows of {names there: answer}."""
-    rows = []
-    for found, answer in answers.items():
-        of_methods = dict[str, list[str]]()
-        for method, other in ANSWERS_OF_METHODS.get(found, {}).items():
-            of_methods.setdefault(_in_words(other), []).append(f"`{method}`")
-        words = [_in_words(answer), *(f"{and_list(methods)}: {other}" for other, methods in of_methods.items())]
-        rows.append(row(", ".join(f"`{name}`" for name in found.split()), "; ".join(words)))
-    return rows
+def foreign_row(one: Foreign) -> str:
+    """Return the table row of names of other libraries."""
+    of_methods = dict[str, list[str]]()
+    for method, other in one.under.items():
+        of_methods.setdefault(_in_words(other), []).append(f"`{method}`")
+    words = [_in_words(one.ours), *(f"{and_list(methods)}: {other}" for other, methods in of_methods.items())]
+    return row(", ".join(f"`{name}`" for name in one.names.split()), "; ".join(words))
 
 
-def _in_words(answer: str) -> str:
-    """Return an answer to a name of another library without its mark."""
-    state = {"!": "not needed: ", "#": "cannot be set: "}.get(answer[0], "")
-    return state + answer[1:] if state else answer
+def _in_words(ours: Ours) -> str:
+    """Return what a name of another library is here."""
+    if ours.setting:
+        return ours.setting + ours.remark
+    return f"{'not needed' if ours.is_needless else 'cannot be set'}: {ours.reason}"
 
 
 def head(*titles: str) -> list[str]:

@@ -1,22 +1,25 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
+Nothing here imports torch before a test does: of `pytest -n 2` three processes read this file, and one runs no test.
 Runs inside the test process draw no report (it takes longer than they do) unless a test is marked `@pytest.mark.whole`.
 Tests compute with one thread, as tiny models are slower with two, and several tests run at a time.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
-from tests.running import whole_runs
-from tests.tiny_models import TinyModels
 from tinyrl.tasks.own import close_workers
 
-whole_runs(False)
+if TYPE_CHECKING:
+    from tests.tiny_models import TinyModels
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -34,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    from tests.running import whole_runs
+
     marked = request.node.get_closest_marker("whole") is not None
     whole_runs(marked)
     yield
@@ -49,6 +54,8 @@ def _no_workers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    from tests.tiny_models import TinyModels
+
     return TinyModels(tmp_path_factory.mktemp("tiny"))
 
 

@@ -9,9 +9,9 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.config.schema import Config
 from tinyrl.models.device import Device
 from tinyrl.models.policy import Policy
+from tinyrl.runs.resolve import config_of
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def policy_of(
     values = {"method": "grpo", "reference": {"kind": "auto" if reference else "none"}, **sections}
     return Policy(
         model,
-        config=Config.model_validate(values),
+        config=config_of(values),
         tokenizer=tokenizer or tiny_tokenizer(),
         device=Device(device, model.dtype),
     )

@@ -14,12 +14,15 @@ from torch import Tensor
 from tests.varied_reward import variety
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
-from tinyrl.errors import Interrupted
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import provenance
-from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir, open_run
-from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.tasks import task_of
+from tinyrl.tasks.run_rows import RunRows, rows_of_run
 from tinyrl.tools.report import write_report
 from tinyrl.training.launch import resume, start
 from tinyrl.training.step import RoleOptimizer, role_optimizers
@@ -47,12 +50,17 @@ def config(method: str, path: Path, **sections: Any) -> Config:
     for part in (SMALL, METHODS.get(method, {}), sections):
         for name, fields in part.items():
             values[name] = {**values.get(name, {}), **fields}
-    return Config.model_validate(values)
+    return config_of(values)
+
+
+def rows_for(config: Config) -> RunRows:
+    """Return the rows of a configuration, which need not be one that may train."""
+    return rows_of_run(config, task_of(config))
 
 
 def rows_of(task: str, split: str, **settings: Any) -> list[Row]:
     """The rows of a split of a task, by settings of the section task."""
-    rows = rows_of_run(Config.model_validate({"method": "grpo", "task": {"name": task, **settings}}))
+    rows = rows_for(config_of({"method": "grpo", "task": {"name": task, **settings}}))
     return rows.train if split == "train" else rows.held_out
 
 
@@ -106,17 +114,24 @@ def train(
     flag = SignalAt(stop_at)
     with flag:
         options = Options(device=device)
-        launch = start(settings, options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"])
+        launch = start(
+            prepare(settings), options=options, output_dir=str(folder), name=name, overwrite=False, command=["test"]
+        )
         code = launch.go(report=report)
         return code, launch.folder, flag.looks
 
 
-def go_on(run: RunDir, *, stop_at: int | None = None, device: str = "cpu", **options: Any) -> int:
-    """Resume a run in a fresh session; the exit code. `options` are those of `launch.resume`."""
+def go_on(
+    run: RunDir, *, stop_at: int | None = None, device: str = "cpu", config: Config | None = None, **options: Any
+) -> int:
+    """Resume a run in a fresh session, with its own settings or others; the exit code. `options` are those of
+    `launch.resume`.
+    """
     flag = SignalAt(stop_at)
     with flag:
         try:
-            launch = resume(open_run(run.path), options=Options(device=device), **options)
+            opened = open_run(run.path)
+            launch = resume(opened, prepare(config or opened.read_config()), options=Options(device=device), **options)
         except Interrupted as stop:  # while loading
             return stop.exit_code
         return 0 if launch is None else launch.go(report=report)

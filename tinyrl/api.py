@@ -22,20 +22,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyrl.cli.options import configure_libraries
-from tinyrl.cli.preflight import check_before_loading, check_evaluation
 from tinyrl.cli.train import print_note
-from tinyrl.config.recipe import as_override, load_config
+from tinyrl.config.given import as_override
+from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
 from tinyrl.data.readers import plain_row
-from tinyrl.errors import CodeChanged, Interrupted
+from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked, policy_at
+from tinyrl.process.errors import CodeChanged, Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.folders import write_atomic
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_steps, samples_of
+from tinyrl.runs.resolve import changed_config, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.run_dir import open_run as open_folder
-from tinyrl.runs.signals import StopFlag
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
@@ -78,19 +81,27 @@ def train(
     bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
-    folder = os.fspath(output_dir)
-    recipe = None if recipe is None else os.fspath(recipe)
+    folder = _path(output_dir)
+    recipe = None if recipe is None else _path(recipe)
     options = Options(device, trust_remote_code)
     with alone():
         check_new_run(folder, name=name, overwrite=overwrite)
         overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        config = load_config(method, recipe, overrides=overrides, note=print_note)
-        check_before_loading(config)
+        arguments: dict[str, str] = {}
+        if reward is not None:
+            arguments["reward.functions"] = "reward"
+        if rows is not None:
+            arguments["task.data"] = "rows"
+        if eval_rows is not None:
+            arguments["task.eval_data"] = "eval_rows"
+        config = load_config(
+            method, recipe, overrides=overrides, arguments=arguments, note=print_note, facts=model_facts
+        )
         from tinyrl.training.launch import start  # with torch
 
         command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         launch = start(
-            config,
+            prepare(config),  # with the rows, which are let go once they are loaded
             options=options,
             output_dir=folder,
             name=name,
@@ -118,20 +129,21 @@ def evaluate(
     """Return what `tinyrl eval TARGET --json` prints. Raises ValueError for what a user can fix."""
     if min(num_prompts, samples) < 1:
         raise ValueError(f"num_prompts={num_prompts}, samples={samples}: at least 1 of each")
-    asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, save_samples)
-    path = os.fspath(target)
-    other = None if vs is None else os.fspath(vs)
+    saved = None if save_samples is None else _path(save_samples)
+    asked = Asked(task, data, tuple(overrides_from(settings)), split, num_prompts, samples, saved)
+    path = _path(target)
+    other = None if vs is None else _path(vs)
     options = Options(device, trust_remote_code)
     with alone():
-        check_evaluation(path, asked, vs=other)
+        prepared = prepare_evaluation(path, asked, vs=other)
         from tinyrl.tools.compare import evaluate_target  # with torch
 
-        return json_safe(evaluate_target(path, asked, vs=other, options=options))
+        return json_safe(evaluate_target(prepared, options=options))
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
     """Open a run folder. Raises ValueError when it is not one."""
-    return OpenedRun(open_folder(Path(path)))
+    return OpenedRun(open_folder(_path(path)))
 
 
 class OpenedRun:
@@ -181,15 +193,14 @@ class OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
         options = Options(device, trust_remote_code)
         with alone():
-            config = self._folder.read_config(overrides_from(settings))
+            config = changed_config(self._folder, overrides_from(settings))
             tell_code(self.path, config)
-            check_before_loading(config)
             from tinyrl.training.launch import resume  # with torch
 
             launch = resume(
                 self._folder,
+                prepare(config),
                 options=options,
-                config=config,
                 allow_config_change=allow_config_change,
                 on_step=on_step,
             )
@@ -258,11 +269,17 @@ def alone() -> Iterator[None]:
 # ---- arguments as the command line has them ----
 
 
+def _path(path: str | os.PathLike[str]) -> str:
+    return os.path.expanduser(os.fspath(path))
+
+
 def overrides_from(
     settings: Settings | None, reward: Any = None, rows: Any = None, eval_rows: Any = None, *, inputs: Path = Path()
 ) -> list[str]:
     """Return settings, rewards and rows as `section.key=value`; rows are written to a file in the folder `inputs`."""
     flat: dict[str, Any] = {}
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ValueError(f"settings are {{'section.key': value}}, not {truncate(repr(settings))}")
     for key, value in (settings or {}).items():
         section = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, Mapping) else None
         flat |= section if section is not None and key in SECTIONS else {key: value}
@@ -284,9 +301,16 @@ def overrides_from(
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
-    """Write rows as a .jsonl file named by its content."""
-    plain = (_plain(f"row {at}", plain_row(row, f"row {at}")) for at, row in enumerate(rows, start=1))
-    text = "".join(json.dumps(row) + "\n" for row in plain)
+    """Write rows as a .jsonl file named by its content. Raises ValueError for what is not a list of dictionaries."""
+    text = ""
+    if not isinstance(rows, Iterable):
+        raise ValueError(f"rows are dictionaries, a file or a hub name, not {truncate(repr(rows))}")
+    for number, row in enumerate(rows, start=1):
+        place = f"row {number}"
+        if not isinstance(row, Mapping):
+            hint = "; of a data frame give frame.to_dict('records')" if hasattr(rows, "to_dict") else ""
+            raise ValueError(f"{place}: {truncate(repr(row))} is not a dictionary of columns{hint}")
+        text += json.dumps(_plain(place, plain_row(row, place))) + "\n"
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -303,6 +327,12 @@ def _plain(place: str, value: Any) -> Any:
         return other.tolist() if hasattr(other, "tolist") else os.fspath(other)
 
     try:
-        return json.loads(json.dumps(value, default=converted), parse_constant={"NaN": None}.__getitem__)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"{place}: {truncate(repr(value))} is no JSON: {error}") from None
+        return json.loads(json.dumps(value, default=converted), parse_constant=_nan_to_null)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{place}: {truncate(repr(value))} is not JSON: {error}") from None
+
+
+def _nan_to_null(name: str) -> None:
+    """Read NaN as null. Raises ValueError for Infinity, which JSON has not either."""
+    if name != "NaN":
+        raise ValueError(f"{name} has no place in JSON")

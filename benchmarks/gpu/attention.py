@@ -1,7 +1,9 @@
 """Packed attention as one ragged call: the keys of each row, those in front of it and its own, are gathered first.
 
-Today's is a loop over blocks of rows of similar length (tinyrl/models/packing.py). Keys and values are narrower than
-queries by the number of heads that share them, so copying a prompt's for each of its responses is cheap.
+Today's is a loop over blocks of rows of similar length (tinyrl/models/packing.py), and a run on a GPU tries another
+such call, torch's varlen_attn (tinyrl/models/varlen.py). This one calls the kernel below that, and gathers the keys
+again in backward. Keys and values are narrower than queries by the number of heads that share them, so copying a
+prompt's for each of its responses is cheap.
 """
 
 from __future__ import annotations

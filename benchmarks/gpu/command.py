@@ -127,7 +127,7 @@ def first_cells(plan: Plan, options: Namespace) -> list[Cell]:
         tests("tests, quick half", QUICK_TESTS, minutes=1.0),
         Cell(f"profile {name}", "profile", 1.5, "gpu.runs", {**step, "kind": "profile"}, shape),
         variants("head", 0.9),
-        variants("attention", 0.7),
+        variants("attention", 1.0),
         variants("pointwise", 1.1),
         variants("decode", 0.8),
         variants("drawing", 0.7),

@@ -62,6 +62,44 @@ def backward(
 # ---- the formula ----
 
 
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: object = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """torch.nn.attention.varlen.varlen_attn, as far as training asks for it, where there is no kernel: row by row, with
+    the derivatives of autograd.
+    """
+    assert cu_seq_k is not None
+    assert (return_aux, seqused_k, block_table, num_splits) == (None, None, None, None)
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (len(query), len(key)) == (int(cu_seq_q[-1]), int(cu_seq_k[-1])), "tokens outside of the rows"
+    assert (max_q, max_k) == (int(cu_seq_q.diff().max()), int(cu_seq_k.diff().max()))
+    assert enable_gqa or query.shape[1] == key.shape[1], "shared key heads without enable_gqa"
+    assert all(x.stride(-1) == 1 for x in (query, key, value))
+    assert window_size in ((-1, -1), (-1, 0))
+    rows = Rows(cu_seq_q, cu_seq_k, max_q, max_k)
+    shared = query.shape[1] // value.shape[1]
+    out = []
+    for queries, keys in _spans(rows, None):
+        size = query.shape[-1] ** -0.5 if scale is None else scale
+        p = _scores(query[queries], key[keys], causal=window_size == (-1, 0), scale=size).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", p, value[keys].float().repeat_interleave(shared, 1)))
+    return torch.cat(out).to(query.dtype)
+
+
 def _spans(rows: Rows, lengths: Tensor | None) -> Iterator[tuple[slice, slice]]:
     """Yield the queries and the keys of each row."""
     starts_q = rows.cu_q.tolist()

@@ -23,8 +23,8 @@ from tinyrl.generation.engines import WIDTH_BUCKET
 from tinyrl.models.batch import Example
 from tinyrl.models.checks import as_exact
 from tinyrl.models.policy import Policy
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy
-from tinyrl.runs.launched import Options
 
 MOVED = 0.02  # standard deviation of LoRA's B
 COMPARED_PROMPTS = 2  # whose groups are compared with float32

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import flash
 from benchmarks.gpu.attention import RaggedAttend
 from benchmarks.gpu.decode import FlashDecoder
 from benchmarks.gpu.drawing import draw_in_two_levels
-from benchmarks.gpu.head import OnePassLogprobs
 from benchmarks.gpu.offload import OffloadInputs
 from benchmarks.gpu.pointwise import fused_pointwise
 from benchmarks.gpu.step import (
@@ -38,6 +38,7 @@ from benchmarks.gpu.step import (
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import sample_tokens
 from tinyrl.models import device, layers, logprobs
+from tinyrl.models.kernels import Kernels
 
 DECODE_STEPS = 20
 OTHER_TOKENS = 0.01  # share of rows in which rounding may choose another token
@@ -98,14 +99,26 @@ def fixed_chunks() -> AbstractContextManager[Any]:
     return patch.object(logprobs, "chunk_tokens", chunk)
 
 
-def head_variants(_: TrainingStep) -> dict[str, Variant]:
-    one_pass = Variant(lambda: patch.object(logprobs, "_FrozenHeadLogprobs", OnePassLogprobs), needs_triton=True)
+@contextmanager
+def by_kernels(step: TrainingStep, kernels: Kernels) -> Iterator[None]:
+    """Compute as a run does that has chosen these; on a CPU torch's varlen_attn by its formula."""
+    with ExitStack() as undo:
+        undo.enter_context(patch.object(step.policy, "kernels", kernels))
+        if step.policy.device.type == "cpu":
+            undo.enter_context(patch("torch.nn.attention.varlen.varlen_attn", flash.varlen_attn))
+            undo.enter_context(patch("tinyrl.models.packing.computes_varlen", lambda query: True))
+        yield
+
+
+def head_variants(step: TrainingStep) -> dict[str, Variant]:
+    one_pass = Variant(lambda: by_kernels(step, Kernels(one_pass_logits=True)), needs_triton=True)
     return {"chunks by free memory": Variant(), "chunks of 2^25": Variant(fixed_chunks), "one pass": one_pass}
 
 
-def attention_variants(_: TrainingStep) -> dict[str, Variant]:
+def attention_variants(step: TrainingStep) -> dict[str, Variant]:
     ragged = Variant(lambda: patch.object(layers, "attend", RaggedAttend()))
-    return {"blocks": Variant(), "one ragged call": ragged}
+    one_call = Variant(lambda: by_kernels(step, Kernels(varlen_attention=True)))
+    return {"blocks": Variant(), "one ragged call": ragged, "varlen_attn": one_call}
 
 
 def pointwise_variants(_: TrainingStep) -> dict[str, Variant]:

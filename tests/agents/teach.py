@@ -36,6 +36,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tests.running import rows_for
 from tests.test_examples import load
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
@@ -47,8 +48,8 @@ from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.engine import Sequence as Sampled
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import rows_of_run
 
 POSITIONS = 2048
 EPISODES = 144  # that are learnt: those recorded, and their repetitions with other words
@@ -145,7 +146,7 @@ class RecordedEpisode(AgentEpisode):
 
 
 def task_config(task: str, agent: str) -> Config:
-    return Config.model_validate({"method": "grpo", "task": {"name": task}, "environment": {"agent": agent}})
+    return config_of({"method": "grpo", "task": {"name": task}, "environment": {"agent": agent}})
 
 
 def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
@@ -154,7 +155,7 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
     """
     tokenizer = chat_tokenizer(tiny_tokenizer())
     scheduler = Scripted(tokenizer)
-    rows = rows_of_run(task_config(task, agent)).train
+    rows = rows_for(task_config(task, agent)).train
     rows = rows[:: max(1, len(rows) // most)][:most]
     prompt = load_task(task).prompt
     episodes = {

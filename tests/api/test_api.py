@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
-from tinyrl.config.recipe import apply_overrides
-from tinyrl.errors import CodeChanged
+from tinyrl.config.given import apply_overrides
+from tinyrl.data.readers import placed_rows
+from tinyrl.process.errors import CodeChanged
+from tinyrl.process.signals import check_stop
 from tinyrl.runs.folders import FolderLock
 from tinyrl.runs.run_dir import open_run
-from tinyrl.runs.signals import check_stop
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = [{"prompt": f"letters: {a} {b} sorted:"} for a in "abcdefgh" for b in "ijkl"]
@@ -37,6 +38,13 @@ FEW: dict[str, Any] = {
     "generation": {"max_new_tokens": 6},
     "run": {"num_steps": 2, "eval_every": 1, "eval_prompts": 4, "save_every": 1, "threads": 1},
 }
+
+
+@pytest.fixture(autouse=True)
+def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw no report, which takes longer than they do, but where a test is marked `whole`."""
+    if request.node.get_closest_marker("whole") is None:
+        monkeypatch.setattr("tinyrl.api.write_report", lambda folder: ())
 
 
 def run_of(tiny: TinyModels, folder: Path, **more: Any) -> OpenedRun:
@@ -64,6 +72,7 @@ def test_it_is_the_commands_run_bit_for_bit(tiny: TinyModels, tmp_path: Path):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.whole
 def test_a_run_has_its_metrics_samples_report_and_policy(tiny: TinyModels, tmp_path: Path):
     run = run_of(tiny, tmp_path, name="mine")
     assert (run.exit_code, run.finished, run.name) == (0, True, "mine")
@@ -143,12 +152,27 @@ def test_own_rows_are_of_the_task_rows_whatever_recipe_lends_the_settings():
     assert mine == ["task.name=gsm8k", "task.eval_data=b.jsonl", "task.data=a.jsonl"]
 
 
+class Frame:
+    """Rows as pandas has them: the names of columns, when they are gone through."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["prompt"])
+
+    def to_dict(self, orient: str) -> list[dict[str, str]]:
+        return [{"prompt": orient}]
+
+
 @pytest.mark.parametrize(
     ("given", "place"),
     [
         ({"settings": {"run.num_steps": object()}}, "run.num_steps"),
         ({"settings": {"num_steps": 20}}, "`run.num_steps`"),
-        ({"rows": [{"prompt": "a"}, {"prompt": "b", "odd": float("inf")}]}, "row 2"),
+        ({"settings": ["run.num_steps=20"]}, "section.key"),
+        ({"rows": [{"prompt": "a"}, {"prompt": "b", "odd": float("inf")}]}, "row 2.*Infinity"),
+        ({"rows": ["a"]}, "row 1.*'a'"),
+        ({"rows": {"prompt": ["a"]}}, "row 1.*'prompt'"),
+        ({"rows": Frame()}, r"to_dict\('records'\)"),
+        ({"rows": 3}, "not 3"),
         ({"reward": {"r.py:f": "much"}}, r"reward.functions\[0\].weight"),
         ({"reward": [None]}, r"reward.functions\[0\].use"),
     ],
@@ -159,6 +183,18 @@ def test_what_a_user_can_fix_is_a_value_error(given: dict[str, Any], place: str,
         tinyrl.train(**{**sound, **given})
     with pytest.raises(ValueError, match="num_prompts=0"):
         tinyrl.evaluate(tmp_path, num_prompts=0)
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path}/none is not a run"):
+        tinyrl.open_run("~/none")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "mine" / "other").mkdir(parents=True)  # which no run replaces
+    with pytest.raises(ValueError, match="--name mine"):
+        tinyrl.train("grpo", rows="~/rows.jsonl", output_dir="~", name="mine", reward=variety)
+    assert placed_rows("~/rows.jsonl")[0][1] == {"prompt": "a"}
 
 
 def test_settings_rewards_and_rows_become_what_the_command_line_takes(tmp_path: Path):

@@ -13,9 +13,9 @@ from benchmarks.given import given_completions
 from benchmarks.rewards import zero_and_one
 from benchmarks.work import SIZES, build, read_rows
 from tests import running
-from tinyrl.config.schema import Config
 from tinyrl.data.rows import batch_indices
 from tinyrl.models.loading import load_tokenizer
+from tinyrl.runs.resolve import config_of
 
 SHAPE = replace(SIZES["xs"], early_ends=False)
 LENGTH = 200
@@ -50,7 +50,7 @@ def test_a_step_learns_the_given_texts(method: str, files: Path):
     """A text of SFT and two completions of GRPO, prompt aside; these are not sampled, and the model moves."""
     name = long.prepare_texts(files, SHAPE, LENGTH)
     question = long.our_question(files, name, method=method, length=LENGTH, dtype="float32", options=OPTIONS)
-    settings = Config.model_validate(question["recipe"])
+    settings = config_of(question["recipe"])
     with given_completions(files / f"{name}.given.jsonl"):
         code, run, _ = running.train(settings, files)
     assert code == 0

@@ -17,19 +17,23 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.process.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.rollout.prepared import PreparedRun
+from tinyrl.runs.resolve import config_of
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with recipes, rows and runs in it: one in order, one changed by hand, one without a file."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     Path("r.yaml").write_text("method: grpo\ntask: {name: sort}\n")
     Path("bad.yaml").write_text('method: ppo\n"\\e[31mred": 1\n')
+    Path("texts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
     Path("rows.jsonl").write_text('{"prompt": "\x1b[31m", "prompt": "b"}\n')
     for name in ("mine/checkpoints", "changed", "bare"):
         Path("runs", name).mkdir(parents=True)
-    text = dump_config(Config.model_validate({"method": "grpo", "task": {"name": "sort"}}))
+    text = dump_config(config_of({"method": "grpo", "task": {"name": "sort"}}))
     Path("runs/mine/config.yaml").write_text(text)
     Path("runs/changed/config.yaml").write_text(text.replace("num_steps: 200", "num_steps: many"))
     return tmp_path
@@ -62,6 +66,8 @@ def refused(*arguments: str) -> str:
         ("train grpo r.yaml --name mine", "tinyrl train --resume runs/mine"),
         ("train grpo task.data=rows.jsonl", "rows.jsonl:1: "),
         ("train ppo bad.yaml", "bad.yaml: unknown key `\\x1b[31mred`"),
+        ("train grpo r.yaml --output-dir=~/r.yaml", "--output-dir"),  # of the home folder, where the shell leaves it
+        ("train grpo task.data=~/rows.jsonl", "rows.jsonl:1: "),
         ("train gpro", "Did you mean `grpo`?"),
         ("train", "which method?"),
         ("train --resume runs/none", "runs/none"),
@@ -69,18 +75,59 @@ def refused(*arguments: str) -> str:
         ("train grpo --resume x", "--resume"),
         ("train --resume x --from x", "--resume"),
         ("train --from runs/none@3", "runs/none"),
-        ("train grpo --allow-config-change", "--resume RUN"),
+        ("train grpo --allow-config-change", "--resume"),
         ("eval runs/mine optim.learning_rate=1", "reward, generation and task"),
         ("eval reward.model=starter", "which run, checkpoint or model?"),
         ("eval a b --vs base", "--vs base"),
         ("eval a b --split train", "--split train"),
         ("report runs/none --output here", "--output"),
         ("check grpo --memory 24GB", "--offline"),
+        ("check grpo --quick --write f --samples 16", "--samples and --write"),
+        ("check grpo --quick --minutes 1", "--minutes"),
+        ("check grpo --offline --prompts 4", "--prompts"),
+        ("check grpo --offline --quick", "--quick"),
+        ("check sft task.data=texts.jsonl --samples 4", "--samples"),
+        ("show runs/mine --worst --json --export-hard f", "--export-hard and --json"),
+        ("show runs/mine --worst --prompts", "--prompts"),
+        ("show runs/mine --prompts --json", "--json"),
+        ("show runs/mine --num 3", "--num"),
+        ("show runs/mine --prompt 1 --worst", "--worst"),
+        ("train --resume runs/mine --overwrite", "--overwrite"),
+        ("train --from runs/mine@1 grpo", "METHOD"),
+        ("export runs/mine --private", "--push"),
+        ("chat starter generation.engine=fused", "generation.engine"),  # it has an engine of its own
+        ("chat starter generation.max_rows=4", "generation.max_rows"),
         ("list tasks sort", "sort"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_is_written(words: str, part: str):
     assert part in refused(*words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train", "--resume", ""], "--resume is empty"),  # not the run in the current folder
+        (["train", "--from", " "], "--from is empty"),
+        (["train", "grpo", ""], "METHOD"),  # not the default recipe
+        (["train", "grpo", "r.yaml", "--output-dir="], "--output-dir is empty"),
+        (["check", "grpo", "r.yaml", "--write", ""], "--write is empty"),
+        (["eval", "runs/mine", "--vs", ""], "--vs is empty"),
+        (["eval", "runs/mine", "--save-samples", ""], "--save-samples is empty"),
+        (["eval", ""], "TARGET"),
+        (["export", "runs/mine", "--output", ""], "--output is empty"),
+        (["chat", ""], "MODEL"),
+        (["serve", "starter", "--host", ""], "--host is empty"),
+        (["doctor", ""], "RUN is empty"),
+        (["report", "runs/mine", ""], "RUN"),
+        (["show", "runs/mine", "--export-hard", ""], "--export-hard is empty"),
+        (["list", "settings", ""], "is empty"),
+    ],
+)
+def test_an_empty_word_is_refused_by_its_name(words: list[str], part: str):
+    """As of a shell's variable that is not set."""
+    Path("config.yaml").write_text(Path("runs/mine/config.yaml").read_text())
+    assert part in refused(*words)
 
 
 @pytest.mark.parametrize("arguments", ["train --nmae x", "train --resume", "eval x --split test", "eval", "tarin"])
@@ -184,8 +231,8 @@ def test_a_bug_is_raised():
 def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Config, dict[str, Any]]] = []
 
-    def start(config: Config, **how: Any) -> SimpleNamespace:
-        calls.append((config, how))
+    def start(prepared: PreparedRun, **how: Any) -> SimpleNamespace:
+        calls.append((prepared.config, how))
         return SimpleNamespace(go=lambda **_: 3)
 
     monkeypatch.setattr("tinyrl.training.launch.start", start)

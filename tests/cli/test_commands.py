@@ -115,4 +115,4 @@ def test_a_run_is_reported_exported_and_talked_to(grpo_run: Path) -> None:
     assert "reward " in tinyrl("chat", str(grpo_run), "--device", "cpu", folder=grpo_run, typed=asked).stdout
     named = tinyrl("chat", str(grpo_run.parent / "grpo-sort-2"), folder=grpo_run, code=2).stderr
     assert f"Did you mean `{grpo_run}`?" in named
-    assert "task, generation" in tinyrl("chat", str(grpo_run), "optim.learning_rate=1", folder=grpo_run, code=2).stderr
+    assert "task, environment" in tinyrl("chat", str(grpo_run), "optim.learning_rate=1", folder=grpo_run, code=2).stderr

@@ -1,11 +1,9 @@
 """Advised settings are tried."""
 
 from tinyrl.config.advice import longer_responses, working_advice
-from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import config_of
 
-CONFIG = Config.model_validate(
-    {"method": "grpo", "generation": {"max_new_tokens": 64}, "reward": {"overlong_tokens": 40}}
-)
+CONFIG = config_of({"method": "grpo", "generation": {"max_new_tokens": 64}, "reward": {"overlong_tokens": 40}})
 
 
 def test_the_first_advice_that_the_settings_take_and_that_works_is_given() -> None:

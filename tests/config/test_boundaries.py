@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_named
-from tinyrl.cli.train import config_of
+from tinyrl.cli.train import typed_config
 from tinyrl.config import recipe
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import load_config
-from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, fields_of
+from tinyrl.rollout.preflight import check_named
+from tinyrl.runs.resolve import config_of
+from tinyrl.tasks import task_of
 
 VALUES = (
     "0", "1", "-1", "1e-300", "1e300", "9" * 30, "9" * 400, ".nan", ".inf", "-.inf", "", "null", "''", "[]", "{}",
@@ -48,7 +49,7 @@ def words(method: str, override: str) -> list[str]:
 def loads_or_is_refused(given: list[str]) -> bool:
     """Load the settings as `tinyrl train` does, before it imports torch; True if they are a configuration."""
     try:
-        config_of(given)
+        typed_config(given)
     except ValueError as error:
         assert type(error) is ValueError  # noqa: PT017
         sentence = str(error)
@@ -85,7 +86,7 @@ def test_every_setting_of_a_reward_at_its_boundaries(name: str):
 
 def test_no_count_is_beyond_what_is_ever_counted():
     """Bytes and seconds are estimated from counts in float64: 10^400 of them are no number there."""
-    settings: Any = Config.model_validate({"method": "grpo"})
+    settings: Any = config_of({"method": "grpo"})
     counts = [(section, name) for section in fields_of() for name, kind in fields_of(section).items()
               if "whole number" in allowed(kind)]  # fmt: skip
     assert len(counts) > 25
@@ -113,6 +114,6 @@ def test_a_minibatch_that_the_command_line_made_wrong_is_placed_there():
 
 @pytest.mark.parametrize("name", ["data", "eval_data"])
 def test_rows_that_are_none_are_refused_by_their_setting(name: str):
-    task = {"data": "rows.jsonl", name: "rows"}
+    config = config_of({"method": "grpo", "task": {"data": "rows.jsonl", name: "rows"}})
     with pytest.raises(ValueError, match=rf"^task\.{name}: "):
-        check_named(Config.model_validate({"method": "grpo", "task": task}))
+        check_named(config, task_of(config))

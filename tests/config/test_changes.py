@@ -10,6 +10,7 @@ from tests.tiny_models import tiny_model
 from tinyrl.config.changes import Change, changed_settings
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.training.launch import ChangedInput, change_invalidates, check_changes, check_schedule
 
 
@@ -85,7 +86,7 @@ def test_weights_of_another_shape_are_refused_with_the_setting_that_changed(mode
     with pytest.raises(
         ValueError, match=r"\(4, 64\) there, and \(8, 64\) here\nchanged since step-0+\d: lora\.r: 4 then, 8 now"
     ):
-        running.go_on(run, config=run.read_config(["lora.r=8"]), allow_config_change=True)
+        running.go_on(run, config=changed_config(run, ["lora.r=8"]), allow_config_change=True)
     assert run.read_config().lora.r == 4
 
 
@@ -95,7 +96,7 @@ def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
     code, whole, _ = running.train(running.config("grpo", model, run={"num_steps": 5}), tmp_path, name="whole")
     assert code == 0
     _, run, _ = running.train(running.config("grpo", model, run={"num_steps": 4}), tmp_path, name="short")
-    longer = run.read_config(["run.num_steps=5"])
+    longer = changed_config(run, ["run.num_steps=5"])
     assert running.go_on(run, config=longer) == 0
     assert run.read_config().run.num_steps == 5
     assert running.lasting(run) == running.lasting(whole)
@@ -105,7 +106,7 @@ def test_a_finished_run_is_made_longer(model: Path, tmp_path: Path) -> None:
 
 def scheduled(schedule: str, num_steps: int, *, warmup_steps: int = 0) -> Config:
     optim = {"learning_rate": 5e-4, "schedule": schedule, "warmup_steps": warmup_steps}
-    return Config.model_validate({"method": "grpo", "optim": optim, "run": {"num_steps": num_steps}})
+    return config_of({"method": "grpo", "optim": optim, "run": {"num_steps": num_steps}})
 
 
 # Rates of a linear schedule of 5e-4 over 20 steps: the 20th step has 1/20 of it. Over 25 steps the 21st has 5/25. A
@@ -138,7 +139,7 @@ def test_a_run_under_a_stretched_schedule_has_the_rates_of_its_note(
 ) -> None:
     optim = {"schedule": "linear", "learning_rate": 1e-2}
     _, run, _ = running.train(running.config("grpo", model, optim=optim, run={"num_steps": 2}), tmp_path)
-    longer = run.read_config(["run.num_steps=3"])
+    longer = changed_config(run, ["run.num_steps=3"])
     records = run.lengths()
     with pytest.raises(ValueError, match=r"was 0\.005, that of step 3 is 0\.00333"):
         running.go_on(run, config=longer)

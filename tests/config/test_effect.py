@@ -1,6 +1,8 @@
 """Settings without effect and contradictions: refused, or noted, each beside a near miss that is accepted."""
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ from typer.testing import CliRunner
 
 import tinyrl
 from tinyrl.cli.commands import app
+from tinyrl.config.derive import derive_over, rebuilt
 from tinyrl.config.marks import OnlyIf
-from tinyrl.config.recipe import build_config, dump_config, load_config, load_written_config
-from tinyrl.config.schema import Config
-from tinyrl.config.settings import SECTIONS, describe
+from tinyrl.config.methods import METHODS
+from tinyrl.config.recipe import dump_config, load_config, load_written_config
+from tinyrl.config.settings import SECTIONS, describe, fields_of
 from tinyrl.config.yaml_reader import parse_plain
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import TASKS, load_task
 
 JUDGE = "[{use: judge, url: 'http://a:1', model: m, rubric: r.md, mode: rank}]"
@@ -149,27 +153,27 @@ def dump(method: str, words: list[str]) -> str:
 def test_a_run_that_has_it_stays_readable_and_may_be_resumed(case: tuple[str, str, str, str | None]):
     method, wrong, _ = sides(case)
     values = parse_plain(dump(method, wrong), "values")
-    Path("config.yaml").write_text(dump_config(Config.model_validate(values)))
-    assert load_written_config(Path("config.yaml"), overrides=["run.num_steps=7"]).run.num_steps == 7
+    Path("config.yaml").write_text(dump_config(rebuilt(values)))
+    assert derive_over(load_written_config(Path("config.yaml")), ["run.num_steps=7"]).run.num_steps == 7
 
 
 def test_what_is_typed_for_a_resume_is_refused():
-    values = {"method": "grpo", "model": {"adapter": "adapter"}, "reward": {"overlong_tokens": 256}}
-    Path("config.yaml").write_text(dump_config(Config.model_validate(values)))
+    values = {"method": "grpo", "model": {"path": "x", "adapter": "adapter"}, "reward": {"overlong_tokens": 256}}
+    Path("config.yaml").write_text(dump_config(config_of(values)))
     for override in ("lora.r=64", "generation.max_new_tokens=255"):
         with pytest.raises(ValueError, match=override):
-            load_written_config(Path("config.yaml"), overrides=[override])
+            derive_over(load_written_config(Path("config.yaml")), [override])
 
 
 def test_a_setting_that_is_taken_back_is_no_setting():
-    build_config({"method": "grpo"}, ["teacher.path=", "environment.corpus=null", "task.chat_template_kwargs={}"])
+    config_of({"method": "grpo"}, ["teacher.path=", "environment.corpus=null", "task.chat_template_kwargs={}"])
 
 
 def test_what_only_a_judge_has_is_refused_of_a_function():
     for function in ({"use": "a.py:f", "scale": [0.0, 5.0]}, {"use": "a.py:f", "key_env": "KEY"}):
         with pytest.raises(ValueError, match=r"only of a judge, and use=a\.py:f"):
-            build_config({"method": "grpo", "reward": {"functions": [function]}})
-    build_config({"method": "grpo"}, [f"reward.functions={JUDGE}"])
+            config_of({"method": "grpo", "reward": {"functions": [function]}})
+    config_of({"method": "grpo"}, [f"reward.functions={JUDGE}"])
 
 
 def test_a_resume_takes_no_output_dir():
@@ -181,7 +185,7 @@ def test_a_resume_takes_no_output_dir():
 def test_the_environment_s_settings_count_with_each_task_that_has_one():
     for name in TASKS:
         task = load_task(name)
-        config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+        config = config_of({"method": "grpo", "task": {"name": name}})
         has_turns = task.respond is not None or task.environment is not None
         assert (config.unmet("environment", "max_turns") is None) == has_turns, name
         assert (config.unmet("environment", "corpus") is None) == (task.environment == "search"), name
@@ -193,15 +197,29 @@ def test_a_resume_without_one_looks_for_the_run():
 
 
 def test_every_condition_is_of_settings_there_are_and_on_the_page():
-    config = Config.model_validate({"method": "grpo"})
+    configs = [config_of({"method": method}) for method in METHODS]
     count = 0
     for section in SECTIONS:
-        fields = type(getattr(config, section)).model_fields
+        fields = type(getattr(configs[0], section)).model_fields
         rows = {name: meaning for name, _, meaning in describe(section)}
         for name, field in fields.items():
             for mark in field.metadata:
                 if isinstance(mark, OnlyIf):
                     count += 1
-                    mark.holds(config, section)
-                    assert mark.full(section) in rows[name]
+                    assert {type(mark.holds(config)) for config in configs} == {bool}
+                    assert mark.words in rows[name]
+                    for setting in re.findall(r"([a-z_]+)\.([a-z_]+)", mark.words):
+                        assert setting[1] in fields_of(setting[0])
     assert count > 30
+
+
+def test_what_to_type_for_a_setting_that_does_not_count_is_taken():
+    for override, other in (
+        ("lora.r=64", "model.adapter=adapter"),
+        ("generation.stop=['x']", "environment.agent=a.py:f"),
+        ("run.num_steps=7", "run.epochs=1"),
+    ):
+        with pytest.raises(ValueError, match="To have it: ") as caught:
+            config_of({"method": "grpo"}, [other, override])
+        remedy = shlex.split(str(caught.value).partition("To have it: ")[2])
+        config_of({"method": "grpo"}, [other, *remedy])

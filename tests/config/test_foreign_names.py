@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from tinyrl.config.aliases import ALIASES, ANSWERS, ANSWERS_OF_METHODS
+from tinyrl.config.aliases import ALIASES, TABLE
 from tinyrl.config.foreign_names import answer_to_option
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import METHODS_ELSEWHERE, find_recipe, load_config
 from tinyrl.config.settings import SECTIONS, fields_of
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
 
 LACKING = {  # settings of samples, by their names alone
     method: ("num_prompts", "group_size", "minibatch_size", "kl_coef") for method in ("sft", "reward", "dpo")
@@ -47,10 +47,11 @@ def test_an_answer_names_settings_of_the_method_alone(method: str):
             assert_settings_of(method, re.sub(itself, "NAME", text))
 
 
-def test_an_answer_of_a_method_is_to_a_name_that_has_one():
-    assert {*ANSWERS_OF_METHODS} <= {*ANSWERS}
-    for answers in ANSWERS_OF_METHODS.values():
-        assert {*answers} <= {*METHODS}
+def test_a_row_of_the_table_is_about_methods_and_names_that_there_are():
+    assert len(ALIASES) == sum(len(row.names.split()) for row in TABLE), "a name is in two rows"
+    for row in TABLE:
+        assert {*row.under} <= {*METHODS}
+        assert {*row.reads} <= {*row.names.split()}
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 import pytest
 from pydantic import Field
 
-from tinyrl.cli.preflight import check_named
-from tinyrl.config.marks import Names, OnlyIf
+from tinyrl.config.marks import Names
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import Section
-from tinyrl.runs.resolve import absolute_paths, resolve
+from tinyrl.rollout.preflight import check_named
+from tinyrl.runs.resolve import absolute_paths, config_of, resolve
+from tinyrl.tasks import task_of
 from tinyrl.training.launch import ChangedInput, changed_sources, named_inputs, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
@@ -59,6 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def check_names(config: Config) -> None:
+    check_named(config, task_of(config))
+
+
 def wider(**new: Any) -> Wider:
     return Wider.model_validate({"method": "grpo", "task": {"name": "sort"}, "new": GIVEN | new})
 
@@ -100,9 +105,9 @@ def test_names_of_the_hub_and_of_modules_stay():
     ],
 )
 def test_every_kind_is_looked_for_before_torch(new: dict[str, Any], label: str):
-    check_named(wider())
+    check_names(wider())
     with pytest.raises(ValueError, match=label):
-        check_named(wider(**new))
+        check_names(wider(**new))
 
 
 def test_every_file_of_every_kind_but_rows_and_what_runs_make_is_hashed(folder: Path):
@@ -128,7 +133,7 @@ def test_values_that_another_version_wrote_stay():
 
 
 def test_an_own_task_is_a_file_like_a_reward(folder: Path):
-    config = resolve(Config.model_validate({"method": "grpo", "task": {"name": "task.py:TASK"}}))
+    config = resolve(config_of({"method": "grpo", "task": {"name": "task.py:TASK"}}))
     assert config.task.name == f"{folder}/task.py:TASK"
     first = read_sources(named_inputs(config), rows={}, known={})
     Path("task.py").write_text(TASK + "# another verifier\n")
@@ -137,12 +142,12 @@ def test_an_own_task_is_a_file_like_a_reward(folder: Path):
 
 
 def test_a_shipped_task_is_no_file():
-    assert not any(name.startswith("task.") for name in hashed(Config.model_validate({"method": "grpo"})))
+    assert not any(name.startswith("task.") for name in hashed(config_of({"method": "grpo"})))
 
 
 def test_a_teacher_s_address_is_masked():
     values = {"method": "distill", "teacher": {"path": SECRET}}
-    assert Config.model_validate(values).written()["teacher"]["path"] == "http://***@127.0.0.1:1/?key=***"
+    assert config_of(values).written()["teacher"]["path"] == "http://***@127.0.0.1:1/?key=***"
 
 
 def test_a_word_is_no_folder_of_that_name(folder: Path):
@@ -156,53 +161,20 @@ def test_a_word_is_no_folder_of_that_name(folder: Path):
 def test_a_judge_s_cache_need_not_exist_and_its_rubric_must():
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "a.txt", "cache": "gone.sqlite"}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "reward": {"functions": [judge]}}
-    config = Config.model_validate(values)
-    check_named(config)
+    config = config_of(values)
+    check_names(config)
     assert {name for name in hashed(config) if name.startswith("reward.")} == {"reward.functions: a.txt"}
     judge["rubric"] = "gone.txt"
     with pytest.raises(ValueError, match=r"rubric=gone\.txt"):
-        check_named(Config.model_validate(values))
+        check_names(config_of(values))
 
 
 def test_a_setting_that_does_not_count_is_not_looked_for():
     teacher = {"path": "./gone"}
-    check_named(Config.model_validate({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
+    check_names(config_of({"method": "grpo", "task": {"name": "sort"}, "teacher": teacher}))
     counted = {"method": "grpo", "task": {"name": "sort"}, "teacher": {**teacher, "kl_coef": 0.1}}
     with pytest.raises(ValueError, match=r"teacher\.path"):
-        check_named(Config.model_validate(counted))
-
-
-@pytest.mark.parametrize(
-    ("condition", "holds"),
-    [
-        ("method is grpo", True),
-        ("method is ppo or method is grpo", True),
-        ("method is ppo or method is sft", False),
-        ("teacher.kl_coef > 0", False),
-        ("run.num_steps > 199", True),
-        ("run.num_steps > 200", False),
-        ("num_steps > 199", True),
-        ("num_steps > 200", False),
-        ("model.adapter is null", True),
-        ("model.adapter is not null", False),
-        ("environment.tools is []", True),
-        ("lora.enabled is true and lora.enabled is not false", True),
-        ("method is grpo and lora.enabled is false or task.chat is auto", True),
-    ],
-)
-def test_conditions(condition: str, holds: bool):
-    assert OnlyIf(condition, why="no").holds(Config.model_validate({"method": "grpo"}), "run") is holds
-
-
-@pytest.mark.parametrize(
-    ("name", "has_turns", "searches"),
-    [("mine.py:TASK", True, True), ("lookup", True, False), ("search_qa", True, True), ("rows", False, False)],
-)
-def test_a_condition_on_the_kind_of_a_task(name: str, has_turns: bool, searches: bool):
-    config = Config.model_validate({"method": "grpo", "task": {"name": name}})
-    assert OnlyIf("task.name is a task with turns", why="no").holds(config, "environment") is has_turns
-    assert OnlyIf("task.name is not a task with turns", why="no").holds(config, "environment") is not has_turns
-    assert OnlyIf("task.name is a task that searches", why="no").holds(config, "environment") is searches
+        check_names(config_of(counted))
 
 
 def test_rows_are_compared_as_they_were_read():
@@ -211,10 +183,3 @@ def test_rows_are_compared_as_they_were_read():
     assert changed_sources(first, read_sources(named_inputs(wider()), rows={"training": "a"}, known={})) == []
     now = read_sources(named_inputs(wider()), rows={"training": "b"}, known={})
     assert changed_sources(first, now) == [ChangedInput("training rows", "have changed")]
-
-
-def test_a_condition_with_the_whole_names_of_settings():
-    condition = OnlyIf("kl_coef > 0 and method is ppo or tools is not [] or critic.kind is shared", why="no")
-    assert condition.full("ppo") == (
-        "ppo.kl_coef > 0 and method is ppo or ppo.tools is not [] or critic.kind is shared"
-    )

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tinyrl.config.aliases import ALIASES, LINES
+from tinyrl.config.aliases import ALIASES, reader_of
+from tinyrl.config.derive import derive
 from tinyrl.config.foreign_names import answer_to_option
+from tinyrl.config.foreign_values import Values
+from tinyrl.config.given import Given, apply_overrides, as_override
 from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import (
-    apply_overrides,
-    as_override,
-    build_config,
     dump_config,
     find_recipe,
     load_config,
@@ -26,10 +26,10 @@ from tinyrl.config.recipe import (
     packaged_recipes,
 )
 from tinyrl.config.removed import REMOVED, RENAMED
-from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, allowed, describe_settings, fields_of
 from tinyrl.config.yaml_reader import parse_plain
-from tinyrl.errors import UnknownSettings
+from tinyrl.process.errors import UnknownSettings
+from tinyrl.runs.resolve import config_of
 from tinyrl.text import truncate
 
 JUDGE = "{use: judge, url: 'http://a:1', model: m, rubric: r.md}"
@@ -81,7 +81,7 @@ def test_a_function_in_place_of_a_list_is_refused_with_the_line_to_type():
         (SORT + "reward:\n  functions:\n    - {use: a.py:f}\n    - {use: judge}\n", "r.yaml:6: ", "needs url"),
         (SORT + "grpo:\n  minibatch_size: 7\n", "r.yaml:4: ", "does not divide"),
         ("method: gpro\n", "r.yaml:1: ", "`grpo`"),
-        ("method: ppo\n", "r.yaml: ", "train ppo`, not grpo"),
+        ("method: ppo\n", "r.yaml:1: ", "train ppo`, not grpo"),
     ],
 )
 def test_a_bad_recipe_is_refused(recipe: Callable[..., str], content: str | bytes, place: str, part: str):
@@ -197,7 +197,7 @@ def test_one_sentence_a_setting_and_three_at_most(recipe: Callable[..., str]):
     assert refused("grpo", name, "grpo.kl_coef=0").startswith("r.yaml:3: `grpo.clip_eps` is 3")
     values = {"run": {"seed": -1, "num_steps": 0, "threads": "x", "micro_batch_tokens": "abc"}, "lora": {"r": 0}}
     with pytest.raises(ValueError, match=r"lora\.r") as caught:
-        build_config({"method": "grpo", **values})
+        config_of({"method": "grpo", **values})
     assert [line.split("`")[1] for line in str(caught.value).splitlines()] == [
         "lora.r", "run.num_steps", "run.seed",
     ]  # fmt: skip
@@ -327,7 +327,7 @@ def test_the_line_for_the_grpo_config_of_the_docs_is_the_recipe_beside_it():
     beside = parse_plain(block[2], "settings.md")
     own = [as_override(name, beside[name]) for name in ("model", "task", "reward", "lora")]  # not of a GRPOConfig
     line = refused("grpo", None, *given).splitlines()[-1].removeprefix("to copy: --name sums ")
-    assert load_config("grpo", None, overrides=[*own, *shlex.split(line)]) == Config.model_validate(beside)
+    assert load_config("grpo", None, overrides=[*own, *shlex.split(line)]) == config_of(beside)
 
 
 def test_names_that_are_not_in_the_line_are_named():
@@ -353,7 +353,35 @@ def test_what_a_run_of_ones_own_needs_is_added_where_nothing_of_it_was_given():
 def test_sizes_that_were_not_given_are_told():
     assert "num_generations=8" in last_lines("per_device_train_batch_size=8", "seed=1")["grpo.num_prompts"]
     sizes = ["per_device_train_batch_size=8", "gradient_accumulation_steps=1", "num_generations=8"]
-    assert "grpo.num_prompts" not in last_lines(*sizes)
+    assert "with TRL's" not in last_lines(*sizes)["grpo.num_prompts"]
+
+
+def test_the_sum_that_makes_prompts_of_completions_is_shown():
+    sizes = ["per_device_train_batch_size=16", "gradient_accumulation_steps=4", "num_generations=8"]
+    counted = last_lines(*sizes, "generation_batch_size=128")["grpo.num_prompts"]
+    assert re.findall(r"\d+", counted) == ["128", "16", "8", "64"]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        (["num_generations=8"], True),
+        (["num_generations=8", "lr_scheduler_type=constant"], False),
+        (["lam=0.9"], False),  # of no library that has a schedule of its own
+    ],
+)
+def test_the_schedule_that_trl_has_where_none_is_given_is_told(given: list[str], is_told: bool):
+    method = "ppo" if "lam=0.9" in given else "grpo"
+    assert ("optim.schedule=linear" in refused(method, None, "task.name=sort", *given)) is is_told
+
+
+@pytest.mark.parametrize("has_adapter", [True, False])
+def test_what_an_adapter_brings_is_not_in_the_line(has_adapter: bool):
+    adapter = ["model.adapter=runs/sft"] if has_adapter else []
+    found = refused("grpo", None, "task.name=sort", *adapter, "lora_r=8", "lora_alpha=16", "seed=1")
+    line = "run.seed=1" if has_adapter else "lora.r=8 lora.alpha=16 run.seed=1"
+    assert found.splitlines()[-1] == f"to copy: {line}"
+    assert ("lora_r (model.adapter brings its own)" in found) is has_adapter
 
 
 @pytest.mark.parametrize(
@@ -395,9 +423,13 @@ def test_a_data_file_is_no_recipe(recipe: Callable[..., str], *, exists: bool):
         load_config("grpo", "rows.jsonl", overrides=[])
 
 
-@pytest.mark.parametrize("alias", sorted(LINES))
+VALUES_OF = {name: read.lines for name in sorted(ALIASES) if isinstance(read := reader_of(name), Values)}
+
+
+@pytest.mark.parametrize("alias", VALUES_OF)
 def test_each_line_to_copy_is_a_setting_with_a_value_it_takes(alias: str):
-    for line in LINES[alias].values():
+    for text in VALUES_OF[alias].values():
+        line = text if "=" in text else f"{ALIASES[alias].ours.setting}={text}"
         setting, _, value = line.partition("=")
         section, _, key = setting.partition(".")
         method = section if section in ("ppo", "sft", "dpo") else "grpo"
@@ -432,15 +464,17 @@ def test_an_old_name_in_a_run_s_config_yaml_is_read(recipe: Callable[..., str]):
 
 
 def test_every_name_from_elsewhere_is_answered_with_a_setting_there_is():
-    for answer in ALIASES.values():
-        for section, key in [] if answer.startswith(("!", "#", "--")) else re.findall(r"^([a-z_]+)\.([a-z_]+)", answer):
-            assert key in fields_of(section), answer
+    for row in ALIASES.values():
+        for ours in (row.ours, *row.under.values()):
+            if ours.setting and not ours.setting.startswith("--"):
+                section, _, key = ours.setting.partition(".")
+                assert key in fields_of(section), ours
 
 
 def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_named():
     embedded = load_config("grpo", None, overrides=[])
     assert embedded == load_config("grpo", "starter-grpo", overrides=[])
-    plain = Config.model_validate({"method": "grpo", "task": {"name": "gsm8k"}})
+    plain = derive(Given({"method": "grpo", "task": {"name": "gsm8k"}}))
     for overrides in (["task.name=gsm8k"], ["task={name: gsm8k}"]):
         assert load_config("grpo", None, overrides=overrides) == plain
     assert load_config("grpo", None, overrides=["run.num_steps=7"]).run.num_steps == 7
@@ -452,12 +486,12 @@ def test_without_a_recipe_the_embedded_default_runs_unless_a_model_or_data_is_na
 
 def test_the_page_is_a_recipe_with_every_default() -> None:
     values = parse_plain(describe_settings(), "page")
-    plain = Config.model_validate({"method": "grpo"})
+    plain = derive(Given({"method": "grpo"}))
     assert {name: {*fields} for name, fields in values.items()} == {
         name: {*dict(getattr(plain, name))} for name in SECTIONS
     }
     for method in METHODS:
-        assert Config.model_validate({"method": method, **values}) == Config.model_validate({"method": method})
+        assert derive(Given({"method": method, **values})) == derive(Given({"method": method}))
     with pytest.raises(ValueError, match=r"no section 'gpro'.*`grpo`"):
         describe_settings("gpro")
 
@@ -477,7 +511,7 @@ def test_config_yaml_is_the_same_object(method: str, tmp_path: Path):
     task = {"data": "x.jsonl", "chat_template_kwargs": variables}
     asked = {"ppo": {"minibatch_size": None}}  # defaults to 64: a null that was left out would come back as 64
     for lora in (True, False):
-        config = Config.model_validate({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
+        config = config_of({"method": method, "lora": {"enabled": lora}, "task": task, **asked})
         (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         assert load_written_config(tmp_path / "config.yaml") == config
 
@@ -498,7 +532,7 @@ VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictio
 @example({"grpo": {None: 1}, "task": {"columns": {1: [2]}}}, "grpo")
 def test_any_values_give_a_config_or_a_sentence(values: dict[Any, Any], method: Any):
     try:
-        config = build_config({**values, "method": method})
+        config = config_of({**values, "method": method})
     except ValueError as error:
         assert type(error) in (ValueError, UnknownSettings)  # noqa: PT017
         assert 1 <= len(str(error).splitlines()) <= (6 if type(error) is ValueError else 80)  # noqa: PT017

@@ -1,43 +1,24 @@
-"""Which tasks ship, and which of them have replies between turns, by the text of their files."""
+"""Which tasks ship, and which of them have replies between turns."""
 
-from pathlib import Path
+import importlib
+import pkgutil
 
 import pytest
 
-from tinyrl.config import task_files
-from tinyrl.config.task_files import TaskFile, has_turns, searches, shipped_tasks
-from tinyrl.tasks import load_task
-
-PLAIN = 'import no_such_module\n\nTASK = Task(\n    name="plain",\n    columns=("q",),\n)\n\nTASK2 = 1 / 0\n'
-ASKS = 'TASK = Task(name="asks", respond=lambda prompts, transcripts, **columns: None)\n'
-FINDS = 'ENVIRONMENT = "python"\nTASK = Task(name="finds", environment="search")\n'
-NONE = "def make():\n    TASK = Task()\n    return TASK\n"
+from tinyrl import starter, tasks
+from tinyrl.config.task_files import SHIPPED, TaskFacts, has_turns, searches
+from tinyrl.tasks.task import Task
 
 
-@pytest.fixture
-def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, TaskFile]:
-    for place, text in (("starter/plain", PLAIN), ("tasks/asks", ASKS), ("tasks/finds", FINDS), ("tasks/none", NONE)):
-        file = tmp_path / f"{place}.py"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"\n{text}")
-    monkeypatch.setattr(task_files, "PACKAGE", tmp_path)
-    return shipped_tasks.__wrapped__()
-
-
-def test_a_file_with_a_task_is_one_that_ships_and_is_not_run(shipped: dict[str, TaskFile]) -> None:
-    assert [*shipped] == ["plain", "asks", "finds"]
-    assert shipped["plain"].module.endswith(".starter.plain")
-
-
-def test_replies_and_environment_are_those_of_the_call(shipped: dict[str, TaskFile]) -> None:
-    found = {name: (task.replies, task.environment) for name, task in shipped.items()}
-    assert found == {"plain": (False, None), "asks": (True, None), "finds": (False, "search")}
-
-
-def test_each_file_says_what_its_task_is_when_it_is_loaded() -> None:
-    for name, file in shipped_tasks().items():
-        task = load_task(name)
-        assert (file.replies, file.environment) == (task.respond is not None, task.environment), name
+def test_the_facts_are_those_of_the_tasks() -> None:
+    found: dict[str, TaskFacts] = {}
+    for room, package in (("starter", starter), ("tasks", tasks)):
+        for file in pkgutil.iter_modules(package.__path__):
+            task = getattr(importlib.import_module(f"{package.__name__}.{file.name}"), "TASK", None)
+            if isinstance(task, Task):
+                assert task.name == file.name
+                found[file.name] = TaskFacts(room, environment=task.environment, replies=task.respond is not None)
+    assert found == SHIPPED
 
 
 @pytest.mark.parametrize(

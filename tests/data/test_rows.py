@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 
-from tinyrl.config.schema import Config
 from tinyrl.data.rows import (
     batch_indices,
     few_held_out,
@@ -16,6 +15,7 @@ from tinyrl.data.rows import (
     trained_on_too,
     with_num_steps,
 )
+from tinyrl.runs.resolve import config_of
 
 
 def test_a_fingerprint_is_of_the_content_and_the_order_of_rows():
@@ -132,5 +132,5 @@ def test_different_prompts_on_both_sides_are_counted_once():
 def test_epochs_are_rounded_up_to_whole_steps(epochs: float | None, steps: int) -> None:
     """10 rows, 4 of them a step: an epoch is 2.5 steps."""
     run = {"num_steps": 7} if epochs is None else {"epochs": epochs}
-    config = Config.model_validate({"method": "grpo", "run": run})
+    config = config_of({"method": "grpo", "run": run})
     assert with_num_steps(config, rows=10, of_step=4).run.num_steps == steps

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.data.test_formats import SYSTEM, A, X, Y, said, user
+from tests.running import rows_for
 from tests.training.rows import write_rows
-from tinyrl.config.schema import Config
 from tinyrl.data.formats import (
     EMPTY,
     UNLEARNT,
@@ -23,7 +23,7 @@ from tinyrl.data.formats import (
     with_prompt,
 )
 from tinyrl.data.turns import behind_beginning, first_answer, is_learnt, learnt_turns
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.runs.resolve import config_of
 
 NO = [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"trainable": False}, {"train": False}, {"training": False},
       {"loss_mask": 0}, {"step_loss_mask": 0}, {"loss_scale": 0}, {"masked": True}]  # fmt: skip
@@ -148,7 +148,7 @@ def test_a_column_of_images_is_refused_by_name_where_nothing_reads_it(
     def read(value: Any, **sections: Any) -> int:
         data = write_rows(tmp_path / "rows.jsonl", [row, {**row, name: value}])
         task = {"name": "rows", "data": str(data), "eval_data": str(data)}
-        return len(rows_of_run(Config.model_validate({"method": method, "task": task, **sections})).train)
+        return len(rows_for(config_of({"method": method, "task": task, **sections})).train)
 
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*'{name}'.*unused={name}"):
         read(["a.png"])

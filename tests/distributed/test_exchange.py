@@ -21,10 +21,11 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_model, tiny_reward_model
 from tests.training.rows import write_rows
 from tinyrl.config.schema import Config
-from tinyrl.errors import Interrupted
 from tinyrl.models import parallel
 from tinyrl.models.parallel import World, check_alike, join, sum_step
-from tinyrl.runs.launched import Launched
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Launched
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import _check_alike
 
@@ -40,7 +41,7 @@ def try_exchange(folder: Path) -> None:
     elsewhere.grad = torch.tensor([5.0, 7.0]) if world.rank else None
     metrics = sum_step(world, {"a": mine, **({"b": 3.0} if world.rank else {})}, [learnt, unused, elsewhere])
     check_alike(world, {"rows": "same"}, what="inputs", advice="")
-    config = Config.model_validate({"method": "grpo", "run": {"seed": world.rank}})
+    config = config_of({"method": "grpo", "run": {"seed": world.rank}})
     with pytest.raises(ValueError, match=r"different settings or inputs: run\.seed \(0 and 1\)"):
         _check_alike(SimpleNamespace(config=config, row_fingerprints={}, world=world), "")  # pyright: ignore
     with pytest.raises(ValueError, match=r"processes 0 and 1 .* rows \(1\.0 and 2\.0\)"):

@@ -28,9 +28,10 @@ from tinyrl.cli.commands import app
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.models.parallel import leave
+from tinyrl.process.signals import StopFlag
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.checkpoint import newest_sound
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.runs.signals import StopFlag
 from tinyrl.training import run as training_run
 from tinyrl.training import step
 from tinyrl.training.launch import resume
@@ -120,7 +121,7 @@ def go_on(path: Path) -> None:
     """As `tinyrl train --resume` does."""
     run = RunDir(path, writes=os.environ.get("RANK", "0") == "0")
     with StopFlag():
-        launch = resume(run, options=running.Options(device="cpu"))
+        launch = resume(run, prepare(run.read_config()), options=running.Options(device="cpu"))
         leave(0 if launch is None else launch.go(report=lambda _: None))
 
 

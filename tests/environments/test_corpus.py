@@ -10,9 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from tinyrl.environments.search import Corpus, match_expression
-from tinyrl.errors import Interrupted
-from tinyrl.runs import signals
-from tinyrl.runs.signals import StopFlag
+from tinyrl.process import signals
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.signals import StopFlag
 
 TOWNS = ['"Quimper"\nQuimper makes faience.', '"Brest"\nBrest has a harbour.', '"Vannes"\nVannes has ramparts.']
 

@@ -622,10 +622,26 @@ def test_other_code_is_refused_with_its_name(serve: Any) -> None:
         serve([add])
 
 
-def test_answering_loads_nothing_but_the_standard_library() -> None:
-    code = (
-        "import sys; from tinyrl.environments.worker_service import respond_with\n"
-        "respond_with([lambda a: a])(['p'], [[{'role': 'assistant', 'content': sys.argv[1]}]])\n"
-        "assert not {'torch', 'transformers', 'numpy', 'jinja2', 'asyncio'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code, call("<lambda>", a=1)], check=True)
+SERVED = """
+import sys
+from tinyrl.environments import worker_service
+
+def show(text: str = "") -> str:
+    \"\"\"Show.
+
+    Args:
+        text: What.
+    \"\"\"
+    return text
+
+service = worker_service.tools([show])
+assert service.facts["schemas"][0]["function"]["name"] == "show"
+turn = {"role": "assistant", "content": sys.argv[1]}
+assert service.calls["respond"]({"prompts": ["p"], "transcripts": [[turn]]}, 1).values[0][0] == "shown"
+loaded = {name.split(".")[0] for name in sys.modules}
+assert not {"torch", "transformers", "numpy", "jinja2", "asyncio"} & loaded
+"""
+
+
+def test_describing_and_answering_load_neither_torch_nor_other_slow_libraries() -> None:
+    subprocess.run([sys.executable, "-c", SERVED, call("show", text="shown")], check=True)

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scipy.stats import binomtest, t
 
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.evaluation.evaluate import evaluate
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 
 
 def test_evaluation_is_repeatable_and_counts_what_it_says(tmp_path: Path) -> None:
-    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    settings = running.config("grpo", tiny_model(tmp_path, "llama"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     first, second = (evaluate(parts, parts.eval_prompts[:6], samples=4) for _ in range(2))
     parts.close()
     assert first.metrics == second.metrics
@@ -44,9 +45,8 @@ def test_each_reward_is_averaged_where_it_applies(tmp_path: Path) -> None:
     path = str(tmp_path / "rows.jsonl")
     task = {"name": "rows", "data": path, "eval_data": path}
     model = tiny_model(tmp_path / "model", "llama")
-    parts = load_collector(
-        running.config("grpo", model, task=task, reward={"functions": functions}), options=Options(device="cpu")
-    )
+    settings = running.config("grpo", model, task=task, reward={"functions": functions})
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     found = evaluate(parts, parts.eval_prompts, samples=2)
     parts.close()
     flat = found.flat()
@@ -69,7 +69,7 @@ def interval_of(folder: Path, rewards: str, **reward: Any) -> tuple[list[float],
     settings = running.config(
         "grpo", tiny_model(folder / "model", "llama"), task=task, reward={"functions": [], **reward}
     )
-    parts = load_collector(settings, options=Options(device="cpu"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts)
     finally:
@@ -82,6 +82,8 @@ TENTHS = "def tenth(prompts, completions, **columns):\n    return [int(prompt) /
 
 def test_scores_that_happen_to_be_between_0_and_1_have_the_interval_of_a_mean(tmp_path: Path) -> None:
     """Student's, by scipy: also beyond 1, where no share is."""
+    from scipy.stats import t
+
     rewards, found = interval_of(tmp_path, TENTHS, functions=[{"use": f"{tmp_path / 'own.py'}:tenth"}])
     assert sorted(rewards) == pytest.approx([0.2, 0.4, 0.9])
     error = math.sqrt(((0.2 - 0.5) ** 2 + (0.4 - 0.5) ** 2 + (0.9 - 0.5) ** 2) / 2 / 3)
@@ -91,6 +93,8 @@ def test_scores_that_happen_to_be_between_0_and_1_have_the_interval_of_a_mean(tm
 
 def test_verdicts_of_a_task_that_declares_them_have_wilsons_interval(tmp_path: Path) -> None:
     """By scipy, of 0 of 3."""
+    from scipy.stats import binomtest
+
     rewards, found = interval_of(tmp_path, "")
     assert rewards == [0.0, 0.0, 0.0]
     wilson = binomtest(0, 3).proportion_ci(0.95, method="wilson")
@@ -129,7 +133,7 @@ def test_samples_without_a_reward_are_counted_with_the_first_reason(tmp_path: Pa
         task={"name": "rows", "data": path, "eval_data": path},
         reward={"functions": [{"use": f"{tmp_path / 'own.py'}:fails"}]},
     )
-    parts = load_collector(settings, options=Options(device="cpu"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts, samples=2)
     finally:
@@ -140,7 +144,8 @@ def test_samples_without_a_reward_are_counted_with_the_first_reason(tmp_path: Pa
 
 
 def test_where_every_sample_has_a_reward_there_is_no_warning(tmp_path: Path) -> None:
-    parts = load_collector(running.config("grpo", tiny_model(tmp_path, "llama")), options=Options(device="cpu"))
+    settings = running.config("grpo", tiny_model(tmp_path, "llama"))
+    parts = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         found = evaluate(parts, parts.eval_prompts[:2])
     finally:

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.preflight import check_evaluation
+from tinyrl.config.evaluated import measured_by
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.evaluation.targets import Asked, check_asked, check_side, find, measured_by, trained_on
+from tinyrl.evaluation.prepared import prepare_evaluation
+from tinyrl.evaluation.targets import Asked, Target, check_asked, find, find_side, trained_on
+from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.resolve import config_of
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -31,7 +34,7 @@ def run(name: str, method: str, **sections: Any) -> None:
     if method == "grpo":
         values |= {"reward": {"functions": [{"use": "rewards.py:other"}], "timeout_s": 7.0}}
     Path("runs", name).mkdir(parents=True)
-    Path("runs", name, "config.yaml").write_text(dump_config(Config.model_validate(values)))
+    Path("runs", name, "config.yaml").write_text(dump_config(config_of(values)))
 
 
 def sampled(path: str, asked: Asked) -> Config:
@@ -48,10 +51,12 @@ def test_a_run_is_sampled_or_measured_by_its_method() -> None:
     found = {name: find(f"runs/{name}", Asked()) for name in METHODS}
     assert found["grpo"].measured is found["sft"].sampled is found["reward"].sampled is None
     assert [measured(f"runs/{name}").method for name in ("sft", "reward")] == ["sft", "reward"]
-    sft, reward = found["sft"], found["reward"]
-    for first, other in (("sft", reward), ("reward", sft)):
-        with pytest.raises(ValueError, match=f"runs/{other.path[5:]}"):
-            measured_by(measured(f"runs/{first}"), other)
+
+
+def test_a_policy_and_a_reward_model_are_not_compared() -> None:
+    for first, other in (("sft", "reward"), ("reward", "sft"), ("grpo", "reward")):
+        with pytest.raises(ValueError, match=f"runs/{other}"):
+            prepare_evaluation(f"runs/{first}", Asked(), vs=f"runs/{other}")
 
 
 def test_text_is_sampled_too_where_something_judges() -> None:
@@ -117,7 +122,7 @@ def test_the_other_side_is_measured_on_the_rows_of_the_first() -> None:
     run("other-reward", "reward", task=task, model={"path": "lookup"})
     run("other-sft", "sft", task=task, lora={"r": 4})
     for name, prompt in (("reward", "at length"), ("sft", "be brief")):
-        config = measured_by(measured(f"runs/{name}"), find(f"runs/other-{name}", Asked()))
+        config = measured_by(measured(f"runs/{name}"), measured(f"runs/other-{name}"))
         assert (config.task.data, config.task.system_prompt) == ("rows.jsonl", prompt)
         assert (config.model.path, config.lora.r) == (("lookup", 16) if name == "reward" else ("starter", 4))
 
@@ -133,15 +138,25 @@ def test_prompts_of_every_method_are_known_by_the_same_keys() -> None:
 def test_a_word_for_a_model_of_the_run_is_refused_where_a_run_or_a_model_is_called_so_here(
     word: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_side(word)
+    find_side(word)
     Path(word).mkdir()
-    check_side(word)  # a folder of something else
+    find_side(word)  # a folder of something else
     Path(word, "config.json").touch()
     with pytest.raises(ValueError, match=f"./{word}"):
-        check_side(word)
+        find_side(word)
     run(word, "grpo")
     monkeypatch.chdir(folder / "runs")
     with pytest.raises(ValueError, match=f"./{word}"):
-        check_evaluation("grpo", Asked(), vs=word)
-    check_side(f"./{word}")
-    check_side("grpo")
+        prepare_evaluation("grpo", Asked(), vs=word)
+    assert isinstance(find_side(f"./{word}"), Target)
+
+
+def test_a_bad_row_to_evaluate_on_is_refused_before_a_model_is_loaded() -> None:
+    Path("bad.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"completion": 3}\n')
+    for name in ("sft", "grpo"):
+        checkpoint = Path("runs", name, "checkpoints", "step-000001")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "adapter_config.json").write_text("{}")
+        checkpoints.seal(checkpoint, 1)
+        with pytest.raises(ValueError, match=r"bad\.jsonl:2"):
+            prepare_evaluation(f"runs/{name}", Asked(data="bad.jsonl"))

@@ -10,14 +10,16 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.schema import Config
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
+from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
-from tinyrl.runs.run_dir import open_run
-from tinyrl.tools.compare import _trained_on, compare, evaluate_target
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import config_of
+from tinyrl.runs.run_dir import OwnSide, open_run
+from tinyrl.tools.compare import _trained_on, evaluate_target
 
 OPTIONS = Options(device="cpu")
 LETTERS = "abcdefghij"
@@ -51,13 +53,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         values = {"method": method, "model": {"path": str(folder / "base")}, "lora": {"enabled": lora}, "run": STEPS}
         values |= {"task": {"data": str(folder / "rows.jsonl")}, "optim": {"learning_rate": rate}}
-        assert running.train(Config.model_validate(values), folder, name=name)[0] == 0
+        assert running.train(config_of(values), folder, name=name)[0] == 0
     return folder
 
 
 def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
     vs, settings = given.pop("vs", None), tuple(given.pop("settings", ()))
-    return evaluate_target(str(folder / target), Asked(settings=settings, **given), vs=vs, options=OPTIONS)
+    asked = Asked(settings=settings, **given)
+    return evaluate_target(prepare_evaluation(str(folder / target), asked, vs=vs), options=OPTIONS)
 
 
 def recorded(folder: Path, run: str, step: int) -> dict[str, float]:
@@ -118,13 +121,15 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     assert result["held_out"] == ask(folder, "sft")["held_out"]
     assert result["num_prompts"] == 10
     parts = load_collector(
-        running.config(
-            "grpo",
-            folder / "base",
-            model={"path": str(folder / "base"), "adapter": str(folder / "sft" / "checkpoints" / "step-000004")},
-            task={"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None},
-            reward={"functions": [{"use": f"{folder}/rewards.py:yes"}]},
-            generation={"max_new_tokens": 5},
+        prepare(
+            running.config(
+                "grpo",
+                folder / "base",
+                model={"path": str(folder / "base"), "adapter": str(folder / "sft" / "checkpoints" / "step-000004")},
+                task={"name": "rows", "data": str(folder / "rows.jsonl"), "max_samples": None},
+                reward={"functions": [{"use": f"{folder}/rewards.py:yes"}]},
+                generation={"max_new_tokens": 5},
+            )
         ),
         options=OPTIONS,
     )
@@ -214,7 +219,7 @@ def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path,
     alone = replace(target, measured=None)
     assert _trained_on(alone, asked, []) == {"trained_on": None}
     with pytest.raises(ValueError, match=r"gone\.jsonl"):
-        seen_in_training(alone, ["base"], asked)
+        seen_in_training(alone, [OwnSide.BASE], asked)
 
 
 def test_a_baseline_without_a_reward_is_told_which_target_has_one(folder: Path, tmp_path: Path) -> None:
@@ -222,7 +227,7 @@ def test_a_baseline_without_a_reward_is_told_which_target_has_one(folder: Path, 
     rewarded = running.config("grpo", folder / "base", run={"num_steps": 1, "eval_prompts": 0, "save_every": 1})
     assert running.train(rewarded, tmp_path, name="rewarded")[0] == 0
     with pytest.raises(ValueError, match=f"--vs {tmp_path}/rewarded"):
-        compare([str(folder / "sft"), str(tmp_path / "rewarded")], Asked(), options=OPTIONS)
+        prepare_comparison([str(folder / "sft"), str(tmp_path / "rewarded")], Asked())
     with pytest.raises(ValueError, match="--task NAME") as refused:
-        compare([str(folder / "sft"), str(folder / "dpo")], Asked(), options=OPTIONS)
+        prepare_comparison([str(folder / "sft"), str(folder / "dpo")], Asked())
     assert "--vs" not in str(refused.value)

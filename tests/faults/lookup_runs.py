@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.starter.lookup import NAMES
 
@@ -31,7 +32,7 @@ def lookup(method: str = "grpo", **sections: Any) -> Config:
     values: dict[str, Any] = {**LOOKUP, "method": method}
     for name, fields in sections.items():
         values[name] = {**values.get(name, {}), **fields}
-    return Config.model_validate(values)
+    return config_of(values)
 
 
 def answered_by(folder: Path, code: str, method: str = "grpo", **sections: Any) -> Config:

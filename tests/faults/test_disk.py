@@ -93,13 +93,13 @@ def settings_for(model: Path, disk: Path, **trouble: Any) -> Config:
     )
 
 
-def train_on_small_disk(settings: Config, disk: Path, copy: Path) -> None:
-    """Train on a small disk, with the report, then copy its contents to where they outlive this process."""
+def train_on_small_disk(settings: Config, disk: Path, copy: Path, with_report: bool) -> None:
+    """Train on a small disk, then copy its contents to where they outlive this process."""
     try:
         mount_small_disk(disk)
     except OSError:
         sys.exit(NO_MOUNT)
-    running.whole_runs(True)
+    running.whole_runs(with_report)
     try:
         code, *_ = running.train(settings, disk)
     finally:
@@ -123,10 +123,10 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def on_small_disk(settings: Config, disk: Path) -> tuple[int, RunDir, str]:
+def on_small_disk(settings: Config, disk: Path, *, with_report: bool = False) -> tuple[int, RunDir, str]:
     """(exit code, a copy of the run, its output) of a run on a small disk."""
     copy = disk.with_name("copy")
-    child = Child(train_on_small_disk, settings, disk, copy, output=disk.with_name("said.txt"))
+    child = Child(train_on_small_disk, settings, disk, copy, with_report, output=disk.with_name("said.txt"))
     if (code := child.end()) == NO_MOUNT:
         pytest.skip("this system lets a test mount no file system, not even in a namespace of its own")
     return code, RunDir(copy / "run"), child.said
@@ -164,12 +164,12 @@ def test_on_a_disk_without_room_for_one_more_checkpoint_the_oldest_gives_way(
 def test_a_disk_that_stays_read_only_leaves_the_older_checkpoint_and_training_goes_on(
     model: Path, disk: Path, whole: RunDir
 ) -> None:
-    """To the last step, without a report; with room again the run resumes from its last checkpoint. With one to keep
-    there is none that could give way.
+    """To the last step, with a report that cannot be written; with room again the run resumes from its last checkpoint.
+    With one to keep there is none that could give way.
     """
     settings = settings_for(model, disk, full_at=5, read_only=True)
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"keep_checkpoints": 1})})
-    code, run, said = on_small_disk(settings, disk)
+    code, run, said = on_small_disk(settings, disk, with_report=True)
     assert code == 4
     assert "Traceback" not in said
     assert said.count(f"could not save step {STEPS}: ") == said.count("could not save") == 1, said

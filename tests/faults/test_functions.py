@@ -21,7 +21,8 @@ from tests.faults.children import workers_left
 from tests.faults.lookup_runs import GROUP, PROMPTS, READ, answered_by, said_by_environment, samples
 from tests.tiny_models import tiny_reward_model
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.starter.lookup import lookup_rows
 from tinyrl.tools.report import write_report
@@ -159,7 +160,7 @@ def test_a_run_in_which_no_reward_applies_exits_3_at_its_end(model: Path, tmp_pa
     settings = rewarded(model, tmp_path, "def score(prompts, **_):\n    return [None] * len(prompts)\n", run=NEVER)
     options = Options(device="cpu")
     how: dict[str, Any] = {"options": options, "output_dir": str(tmp_path), "name": None, "overwrite": False}
-    run = start(settings, command=["test"], until=1, **how)
+    run = start(prepare(settings), command=["test"], until=1, **how)
     assert run.go(report=running.report) == 0
     assert running.go_on(run.folder) == 3
     assert len(running.metrics(run.folder)) == 3

@@ -85,7 +85,7 @@ def assert_whole_checkpoints(run: RunDir) -> None:
     assert set(problems.values()) <= {None}, problems
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.release)])
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.release)])
 def test_a_run_that_was_killed_ends_as_if_it_had_not_been(times: int, whole: Whole, tmp_path: Path) -> None:
     draw, pids = random.Random(times), set[int]()
     for number in range(times):

@@ -23,7 +23,9 @@ from tests.faults.children import Child
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
 from tinyrl.models import device
-from tinyrl.runs.launched import Options
+from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 
@@ -66,7 +68,7 @@ def train_within(settings: Config, folder: Path, name: str, room_mb: int | None,
     """
     device.keep_freed_memory = lambda: False  # freed memory is returned at once
     options: Any = {"options": Options(device="cpu"), "overwrite": False, "command": ["test"]}
-    launch = start(settings, output_dir=str(folder), name=name, **options)
+    launch = start(prepare(settings), output_dir=str(folder), name=name, **options)
     if room_mb is not None:
         gc.collect()  # what loading left behind would be room for the run
         ctypes.CDLL(None).malloc_trim(0)
@@ -119,3 +121,37 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
     assert whole.micro_batch_tokens == 100_000
     assert within.micro_batch_tokens < 1000
     assert_alike(within.run, whole.run)
+
+
+# ---- memory that is freed ----
+
+
+def resident_mb() -> float:
+    """Return the megabytes of memory that this process has."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+
+def free_tensors(rows: list[int]) -> None:
+    """Make 64 tensors of 2 MB, free them, and print how many megabytes this process still has of them."""
+    before = resident_mb()
+    tensors = [torch.ones(1 << 19) for _ in range(64)]
+    del tensors
+    print(resident_mb() - before)
+
+
+def run_a_long_and_a_shorter_micro_batch() -> None:
+    """Free tensors within a micro-batch of 1,536 tokens, and within one of 1,535."""
+    micro_batches = MicroBatches(device.make_device("cpu", dtype="float32").device, 4096)
+    for tokens in (1536, 1535):
+        lengths = SequenceLengths([8], [tokens - 8], [0], packed=True)
+        micro_batches.run(Work(lengths, free_tensors))
+
+
+def test_a_long_micro_batch_returns_the_memory_of_its_tensors(tmp_path: Path) -> None:
+    """64 tensors of 2 MB in micro-batches of 1,536 and of 1,535 tokens: the shorter one keeps them for the next."""
+    child = Child(run_a_long_and_a_shorter_micro_batch, output=tmp_path / "said.txt")
+    assert child.end() == 0, child.said
+    long, short = map(float, child.said.split())
+    assert long < 16
+    assert short > 112

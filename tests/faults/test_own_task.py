@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,17 @@ import pytest
 
 import tinyrl
 from tests import running
-from tests.faults.children import Child, go_on, train, wait_for, workers_left
+from tests.faults.children import Child, go_on, workers_left
 from tests.faults.lookup_runs import said_by_environment
+from tests.faults.test_kill import train_until
+from tests.running import rows_for
 from tinyrl.api import evaluate
 from tinyrl.config.schema import Config
 from tinyrl.rewards.functions import verifier_of
+from tinyrl.runs import checkpoint
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
-from tinyrl.tasks.run_rows import take_rows
 from tinyrl.tools.export import export
 from tinyrl.workers import calls
 
@@ -85,11 +89,11 @@ def test_a_run_goes_on_from_another_folder_exports_is_evaluated_and_refuses_anot
 ) -> None:
     write_task(tmp_path / "mine")
     monkeypatch.chdir(tmp_path / "mine")
-    own = settings(model, "letters.py:TASK", run={"num_steps": 30})
+    own = settings(model, "letters.py:TASK")
     run = RunDir(tmp_path / "run")
-    child = Child(train, own, tmp_path, output=tmp_path / "said.txt")
-    wait_for(lambda: len(list(run.checkpoints.glob("step-*/MANIFEST.json"))) > 0, child)
-    assert child.kill() < 0
+    second_save = checkpoint.__name__, "write_checkpoint", 2
+    child = Child(train_until, own, tmp_path, *second_save, output=tmp_path / "said.txt")
+    assert child.end() == -signal.SIGKILL, child.said
     assert workers_left({child.pid}) == []
 
     elsewhere = tmp_path / "elsewhere"
@@ -104,7 +108,7 @@ def test_a_run_goes_on_from_another_folder_exports_is_evaluated_and_refuses_anot
         running.go_on(run)
     write_task(tmp_path / "mine")
     assert Child(go_on, run.path, output=tmp_path / "more.txt").end() == 0, (tmp_path / "more.txt").read_text()
-    assert running.metrics(run)[-1]["step"] == 30
+    assert running.metrics(run)[-1]["step"] == 2
     assert run.path.joinpath("reward_output.log").read_text().startswith("letters: loaded")
 
     assert (export(str(run.path), output=str(tmp_path / "exported")).folder / "adapter_config.json").exists()
@@ -156,10 +160,10 @@ def test_what_is_wrong_with_rows_of_an_own_task_is_a_sentence_with_their_place(t
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         data = {"name": name, "data": str(tmp_path / "rows.jsonl"), "eval_data": str(tmp_path / "rows.jsonl")}
         with pytest.raises(ValueError, match=place):
-            take_rows(Config.model_validate({"method": "grpo", "task": data}))
+            rows_for(config_of({"method": "grpo", "task": data}))
     (tmp_path / "words.py").write_text(WORDS.replace("'cd'", "3j"))
     with pytest.raises(ValueError, match=r"TypeError"):
-        take_rows(Config.model_validate({"method": "grpo", "task": {"name": name}}))
+        rows_for(config_of({"method": "grpo", "task": {"name": name}}))
 
 
 def test_a_refused_run_in_a_notebook_leaves_no_worker(tmp_path: Path) -> None:

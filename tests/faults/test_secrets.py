@@ -10,6 +10,7 @@ import pytest
 from tests import running
 from tests.environments.test_search_server import Server, documents
 from tests.faults.lookup_runs import lookup_query, searching
+from tinyrl.config.derive import derive_over
 from tinyrl.config.recipe import load_written_config
 from tinyrl.environments import search
 from tinyrl.tools.report import write_report
@@ -35,7 +36,7 @@ def test_secrets_of_a_search_servers_address_are_sent_and_in_no_file(
         assert code == 75
         with pytest.raises(ValueError, match=variable):
             running.go_on(run)
-        again = load_written_config(run.path / "config.yaml", overrides=[f"environment.corpus={address}"])
+        again = derive_over(load_written_config(run.path / "config.yaml"), [f"environment.corpus={address}"])
         assert running.go_on(run, config=again, stop_at=8) == 75
         monkeypatch.setenv(variable, address)
         assert running.go_on(run) == 0

@@ -29,7 +29,7 @@ PHASES: dict[str, tuple[Any, str, int]] = {  # what is called in a phase, and at
     "update": (torch.Tensor, "backward", 7),
     "evaluation": (evaluation, "_divergence", 2),
 }
-CASES = (("SIGTERM", "update"), ("SIGINT", "evaluation"), ("SIGUSR1", "sampling"), ("SIGTERM", "reward"))
+CASES = (("SIGTERM", "reward"), ("SIGTERM", "update"), ("SIGINT", "evaluation"), ("SIGUSR1", "sampling"))
 SLEEPER = f"""
     import time
     from pathlib import Path
@@ -71,9 +71,11 @@ def train_until(settings: Config, folder: Path, number: int, phase: str) -> None
 
 
 @pytest.mark.parametrize(("name", "phase"), CASES)
+@pytest.mark.wide
 def test_a_signal_in_any_phase_leaves_a_checkpoint_and_loses_nothing(
     name: str, phase: str, model: Path, whole: RunDir, tmp_path: Path
 ) -> None:
+    """The fast case waits for a worker. tests/training/test_resume.py sends its own process signals in other phases."""
     number, said = signal.Signals[name], tmp_path / "said.txt"
     if phase == "reward":
         settings = settings_for(model, tmp_path, reward=SLEEPER)

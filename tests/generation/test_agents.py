@@ -50,7 +50,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import score
-from tinyrl.rollout.collect import prepare
+from tinyrl.rollout.collect import prepare_rows
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training.policy_loss import Counts
@@ -320,7 +320,7 @@ def test_a_recorded_prompt_has_no_system_text_that_nobody_sends(
     policy = mock.MagicMock()
     policy.config.task = TaskConfig(system_prompt="be brief")
     policy.config.environment = EnvironmentConfig(agent=agent)
-    prepare([], policy=policy, task=mock.MagicMock(), runner=None)
+    prepare_rows([], policy=policy, task=mock.MagicMock(), runner=None)
     assert given["system_prompt"] == expected
 
 

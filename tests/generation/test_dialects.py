@@ -373,6 +373,7 @@ def talk(harness: Chat) -> list[str]:
 
 
 @EACH
+@pytest.mark.wide
 def test_an_episode_through_each_dialect_gives_the_same_samples(sampled: Listening, kind: Any, streams: int) -> None:
     open_episode(sampled)
     said = talk(Chat(sampled, streams=False))
@@ -406,6 +407,7 @@ def use_tools(kind: Any, *, streams: bool) -> list[Any]:
 
 
 @EACH
+@pytest.mark.wide
 def test_parallel_calls_and_results_in_another_order_are_one_row(kind: Any, streams: int) -> None:
     [(prompt, tokens, mask, _)] = use_tools(kind, streams=bool(streams))
     tokenizer = Script().tokenizer

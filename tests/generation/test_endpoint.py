@@ -305,6 +305,46 @@ def test_a_client_that_does_not_send_its_request_is_let_go(
     assert found[:13] == answer
 
 
+@contextlib.contextmanager
+def streaming(listening: Listening) -> Iterator[socket.socket]:
+    """A client that has asked for a stream of some 100 kB, far more than sockets this small hold."""
+    listening._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    asked = {"model": "policy", "prompt": "c", "max_tokens": 100, "n": 16, "stream": True}
+    body = json.dumps(asked).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(30)
+        connection.connect(("127.0.0.1", int(listening.url.rpartition(":")[2].partition("/")[0])))
+        connection.sendall(HEADERS.replace(b"90", b"%d" % len(body)) + b"\r\n" + body)
+        yield connection
+
+
+def test_a_client_that_does_not_read_its_stream_is_let_go(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
+    with streaming(listening) as connection:
+        assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+        until = time.monotonic() + 10
+        while listening.endpoint.num_sequences and time.monotonic() < until:
+            time.sleep(0.01)
+        assert listening.endpoint.num_sequences == 0
+        assert b"[DONE]" not in connection.makefile("rb").read()
+
+
+def test_a_client_that_takes_enough_of_its_stream_is_kept(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
+    monkeypatch.setattr(endpoint_file, "LEAST_TAKEN", 1)
+    found = b""
+    with streaming(listening) as connection:
+        while piece := connection.recv(1 << 12):
+            found += piece
+            time.sleep(0.02)
+    assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
 def test_an_answer_that_takes_longer_than_a_request_may_is_sent(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:

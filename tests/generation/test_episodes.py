@@ -27,9 +27,10 @@ from tinyrl.generation.decoder import Decoder, RowCache
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
 from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.generation.turns import Episodes
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 
@@ -190,7 +191,7 @@ GROUP, SEED, STEP = 8, 3, 2
 @pytest.fixture(scope="module")
 def parts() -> Collector:
     """The lookup model with an adapter that is not zero."""
-    parts = load_collector(lookup(generation={"engine": "fused"}), options=Options(device="cpu"))
+    parts = load_collector(prepare(lookup(generation={"engine": "fused"})), options=Options(device="cpu"))
     stir(parts, by=0.02)  # pyright: ignore
     return parts
 

@@ -22,15 +22,16 @@ from tinyrl.generation.sample import (
     loss_mask,
     rewards_of,
 )
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 
 
 @pytest.fixture(scope="module")
 def collector(tmp_path_factory: pytest.TempPathFactory):
     model = tiny_model(tmp_path_factory.mktemp("model"), "qwen2", pad_is_eos=True)
-    loaded = load_collector(running.config("grpo", model), options=Options(device="cpu"))
+    loaded = load_collector(prepare(running.config("grpo", model)), options=Options(device="cpu"))
     yield loaded
     loaded.close()
 
@@ -148,7 +149,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
         environment={"name": f"{folder / 'world.py'}:respond", "max_turns": 3, "max_observation_tokens": 4},
         generation={"stop": [*string.printable], "max_new_tokens": 64},
     )
-    loaded = load_collector(settings, options=Options(device="cpu"))
+    loaded = load_collector(prepare(settings), options=Options(device="cpu"))
     try:
         prompts = sorted(loaded.train_prompts, key=lambda prompt: PROMPTS.index(str(prompt.prompt)))
         return loaded.collect(prompts, group_size=2, step=0)

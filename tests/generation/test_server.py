@@ -13,10 +13,10 @@ from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample,
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
-from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.server import ServerEngine
+from tinyrl.process.errors import GuardStop, Interrupted
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,8 @@ from tests.tiny_models import TinyModels
 from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.policy import Policy
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.training.launch import start
 
 A, B, C = [7, 8, 9], [12, 4], list(range(20, 40))
@@ -113,7 +114,9 @@ def test_before_the_first_step_the_kl_to_the_reference_is_exactly_zero(tiny: Tin
 def launched(settings: Any, folder: Path, device: torch.device) -> Any:
     """A run that is loaded and has not begun."""
     options = Options(device=device.type)
-    return start(settings, options=options, output_dir=str(folder), name="run", overwrite=False, command=["test"])
+    return start(
+        prepare(settings), options=options, output_dir=str(folder), name="run", overwrite=False, command=["test"]
+    )
 
 
 @all_on_a_gpu("method", ["grpo", "ppo"])

@@ -19,6 +19,7 @@ from tests.gpu.devices import ON_A_GPU, all_on_a_gpu
 from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import config_of
 from tinyrl.workers.sandbox import why_not_isolated
 
 STOP_S = 5.0
@@ -81,7 +82,7 @@ def test_every_method_on_text_runs(tiny: TinyModels, device: torch.device, metho
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({**ROWS[method], "prompt": f"{i} and {i}:"}) + "\n" for i in range(24)))
     values = {"method": method, "model": {"path": str(tiny("llama"))}, "task": {"data": str(rows)}, "run": TEXT_RUN}
-    code, run, _ = running.train(Config.model_validate(values), tmp_path, device=device.type)
+    code, run, _ = running.train(config_of(values), tmp_path, device=device.type)
     assert_ran(code, run)
 
 
@@ -95,7 +96,7 @@ def environment(name: str, folder: Path) -> Config:
         (folder / "tools.py").write_text(textwrap.dedent(TOOLS))
         own = playing(chat_model(folder / "model"), folder).model_dump(exclude_unset=True)
         own["environment"] |= {"name": None, "tools": [f"{folder / 'tools.py'}:guess"]}
-        return Config.model_validate({**own, "reward": {"functions": [{"use": f"{folder / 'tools.py'}:length"}]}})
+        return config_of({**own, "reward": {"functions": [{"use": f"{folder / 'tools.py'}:length"}]}})
     return {"task": lookup, "search": lambda: searching(folder, num_steps=2), "python": in_a_sandbox}[name]()
 
 

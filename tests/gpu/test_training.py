@@ -1,5 +1,6 @@
 """Our layers in half precision on a device: errors beside the library's, recomputed layers, and memory."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.gpu.devices import ON_A_GPU
 from tests.models.building import stir
 from tests.models.test_layers import HALVES, MAKE, errors, gradients, widened
-from tests.tiny_models import sharp_model
+from tests.models.test_varlen import HEADS, LAYOUTS, drawn, results
+from tests.tiny_models import sharp_model, tiny_model
+from tests.training.test_kernel_trial import passes, trial_of
 from tinyrl.models.checks import TIMES_THE_LIBRARY, supports_fused_layers
+from tinyrl.models.kernels import missing
 from tinyrl.models.packing import attend, pack
 from tinyrl.models.states import all_states, library_states
+from tinyrl.models.varlen import attend_varlen
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +84,34 @@ def test_shared_key_heads_take_no_square_of_a_row_where_flash_attention_cannot_r
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         most(16)
         assert most(4096) < 2.2 * most(2048)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_A_GPU)])
+def test_one_call_of_attention_is_as_near_to_float32_as_the_path_by_blocks(
+    device: str, heads: tuple[int, int], dtype: str
+):
+    """Outputs and gradients of each layout, by torch's own kernel."""
+    if (why := missing("varlen_attention")) is not None:
+        pytest.skip(why)
+    for layout in LAYOUTS.values():
+        here = replace(layout, slots=layout.slots.to(device), masks={})
+        exact = drawn(layout, heads)
+        expected = results(attend(exact[0], exact[1], exact[2], layout, None), exact)
+        given = [x.detach().to(device, HALVES[dtype]).requires_grad_() for x in exact]
+        q, k, v = given
+        found = results(attend_varlen(q, k, v, here.varlen_rows, None), given)
+        today = results(attend(q, k, v, here, None), given)
+        for ours, theirs, wanted in zip(found, today, expected, strict=True):
+            gap, before = (float((x.cpu().float() - wanted).norm() / wanted.norm()) for x in (ours, theirs))
+            assert gap <= max(TIMES_THE_LIBRARY * before, 1e-3)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_A_GPU)])
+def test_a_trial_ends_with_a_choice_and_no_error(device: str, tmp_path: Path):
+    """Which one depends on the card."""
+    trial = trial_of(tiny_model(tmp_path, "llama"), torch.bfloat16, lora=True, device=torch.device(device))
+    notes = trial.decide(passes(trial))
+    assert trial.chosen is not None
+    assert not [note for note in notes if "ended in" in note]

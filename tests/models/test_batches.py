@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.building import CPU, full_roles
 from tests.tiny_models import TinyModels
-from tinyrl.errors import OutOfRoom
 from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.micro_batches import MicroBatches, PassMemory, SequenceLengths, Work
 from tinyrl.models.states import last_states, response_states
+from tinyrl.process.errors import OutOfRoom
 
 
 def test_layout_of_two_rows_with_and_without_a_mask():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from tokenizers.pre_tokenizers import FixedLength
 from torch import Tensor
@@ -18,7 +19,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.building import CPU, lora_roles, stir
 from tests.tiny_models import TinyModels
-from tinyrl.config.schema import Config
 from tinyrl.models.batch import examples
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import Device
@@ -28,6 +28,7 @@ from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.tokens import template_text, token_ids
+from tinyrl.runs.resolve import config_of
 
 Damage = Callable[[Path], Any]
 WEIGHTS, ADAPTER, CONFIG = "model.safetensors", "adapter_model.safetensors", "adapter_config.json"
@@ -131,7 +132,7 @@ def use(role: str, folder: Path, base: Path) -> None:
     }
     reward = {"model": str(folder)} if role.startswith("reward") else {}
     settings = {"method": "ppo", "model": {"path": str(base)}, "critic": {"kind": "shared"}, "reward": reward}
-    config = Config.model_validate(settings | sections.get(role, {}))
+    config = config_of(settings | sections.get(role, {}))
     tokenizer = load_tokenizer(config.model.path)
     roles = build_policy(config, tokenizer=tokenizer, device=Device(CPU, torch.float32))
     model = build_reward_model(config, roles, dtype=torch.float32)
@@ -193,6 +194,112 @@ def test_a_size_far_beyond_the_weights_is_refused_before_it_is_made(
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *given, **named: pytest.fail("it is made"))
     with pytest.raises(ValueError, match=f"{name} is 1000000"):
         load_causal_lm(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "vocab_size", "hidden_size"])
+def test_a_size_below_one_is_refused(name: str, tiny: TinyModels, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("config.json", **{name: 0})(folder)
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("value", [[1], 3, "x", True, {"hidden_size": 8}, {"text_config": {"text_config": {}}}])
+def test_a_text_config_that_is_no_configuration_is_refused(value: Any, tiny: TinyModels, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    in_json("config.json", text_config=value)(folder)
+    with pytest.raises(ValueError, match="text_config is"):
+        read_config(str(folder))
+
+
+INDEX = "model.safetensors.index.json"
+FIRST = "model.embed_tokens.weight"
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in several files, beside which are weights that are none of its own."""
+    root = tmp_path_factory.mktemp("sharded")
+    AutoModelForCausalLM.from_pretrained(tiny("llama")).save_pretrained(root / "model", max_shard_size="40KB")
+    shutil.copy(tiny("llama") / WEIGHTS, root / "outside.safetensors")
+    return root / "model"
+
+
+def in_index(**changes: Any) -> Damage:
+    """Change in which file the index has weights."""
+
+    def damage(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        index["weight_map"] |= changes
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        in_json(INDEX, weight_map=[1, 2]),
+        in_json(INDEX, weight_map=None),
+        in_json(INDEX, weight_map={}),
+        in_json(INDEX, metadata=None),
+        written(INDEX, "[]"),
+        written(INDEX, "{"),
+        written(INDEX, b"\xff\xfe"),
+        written(INDEX, '{"weight_map":' * 100_000),
+        in_index(**{FIRST: 3}),
+        in_index(**{FIRST: ["a"]}),
+        in_index(**{FIRST: "."}),
+        in_index(**{FIRST: "../outside.safetensors"}),
+        in_index(**{FIRST: "/dev/zero"}),
+        in_index(**{FIRST: "pytorch_model.bin"}),
+        lambda folder: in_index(**{FIRST: str(folder.parent / "outside.safetensors")})(folder),
+    ],
+)
+def test_a_faulty_index_is_named(damage: Damage, sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    damage(folder)
+    with pytest.raises(ValueError, match=rf"{INDEX}(:| is no JSON)"):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(ValueError, match=lost.name):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
+def test_a_model_in_several_files_is_loaded(sharded: Path, tiny: TinyModels) -> None:
+    ours = load_causal_lm(str(sharded), dtype=torch.float32).state_dict()
+    assert all(ours[name].equal(weight) for name, weight in load_file(tiny("llama") / WEIGHTS).items())
+
+
+def test_a_size_far_beyond_the_weights_of_a_hub_model_is_refused(
+    tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the hub's cache, whose files are named by their commit."""
+    folder = shutil.copytree(tiny("llama"), tmp_path / "models--owner--name" / "snapshots" / "1f0c")
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("1f0c")
+    in_json("config.json", num_hidden_layers=1_000_000)(folder)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *given, **named: pytest.fail("it is made"))
+    with pytest.raises(ValueError, match="num_hidden_layers is 1000000"):
+        load_causal_lm("owner/name", dtype=torch.float32)
+
+
+def test_a_template_of_a_hub_model_is_tried(tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "models--owner--name" / "snapshots" / "1f0c")
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text("1f0c")
+    (folder / "chat_template.jinja").write_text("{{ 'a' * 10**9 }}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"chat_template\.jinja takes"):
+        load_tokenizer("owner/name")
 
 
 def test_a_template_that_renders_half_a_surrogate_pair_is_refused(tiny: TinyModels) -> None:

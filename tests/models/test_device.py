@@ -3,14 +3,11 @@
 import json
 import os
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.faults.children import Child
 from tinyrl.models.device import (
     as_out_of_memory,
     chunk_tokens,
@@ -26,7 +23,6 @@ from tinyrl.models.device import (
     torch_rng,
     unused_bytes,
 )
-from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 
 
 def test_threads_follow_from_the_width_and_the_cores(monkeypatch: pytest.MonkeyPatch):
@@ -117,35 +113,3 @@ def test_a_chunk_of_the_head_follows_from_vocabulary_and_free_memory(monkeypatch
     assert chunk_tokens(151_936, torch.device("cuda")) == 1_000
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chunk_tokens(151_936, torch.device("cuda")) == 220
-
-
-def resident_mb() -> float:
-    """Return the megabytes of memory that this process has."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
-
-
-def free_tensors(rows: list[int]) -> None:
-    """Make 64 tensors of 2 MB, free them, and print how many megabytes this process still has of them."""
-    before = resident_mb()
-    tensors = [torch.ones(1 << 19) for _ in range(64)]
-    del tensors
-    print(resident_mb() - before)
-
-
-def run_a_long_and_a_shorter_micro_batch() -> None:
-    """Free tensors within a micro-batch of 1,536 tokens, and within one of 1,535."""
-    micro_batches = MicroBatches(make_device("cpu", dtype="float32").device, 4096)
-    for tokens in (1536, 1535):
-        lengths = SequenceLengths([8], [tokens - 8], [0], packed=True)
-        micro_batches.run(Work(lengths, free_tensors))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_a_long_micro_batch_returns_the_memory_of_its_tensors(tmp_path: Path):
-    """64 tensors of 2 MB in micro-batches of 1,536 and of 1,535 tokens: the shorter one keeps them for the next."""
-    child = Child(run_a_long_and_a_shorter_micro_batch, output=tmp_path / "said.txt")
-    assert child.end() == 0, child.said
-    long, short = map(float, child.said.split())
-    assert long < 16
-    assert short > 112

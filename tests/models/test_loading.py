@@ -146,11 +146,13 @@ def test_a_revision_reaches_every_reader(tiny: TinyModels, monkeypatch: pytest.M
         recorded(reader, "from_pretrained")
     recorded(loading, "get_tokenizer_config")
     recorded(loading, "written_config")
+    recorded(loading, "tokenizer_folder")
+    recorded(loading, "weight_files")
     load_tokenizer("owner/name", revision="1f0c")
     load_causal_lm("owner/name", dtype=torch.float32, revision="1f0c")
     load_model_config("owner/name", revision="1f0c")
     load_model_config("owner/name")
-    assert asked == [*["1f0c"] * 7, *["main"] * 2]
+    assert asked == [*["1f0c"] * 9, *["main"] * 2]
 
 
 def test_the_gradient_through_a_four_bit_base_is_that_of_its_dense_weights(tiny: TinyModels, tmp_path: Path):

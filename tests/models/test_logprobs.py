@@ -1,5 +1,6 @@
 """Heads as their models apply them; chunked log-probabilities and distances against plain formulas in float64."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tests.models.live_bytes import LiveBytes
 from tests.models.passes_over import PassesOver
+from tinyrl import models
 from tinyrl.algorithms.distillation import jensen_shannon, with_tail
 from tinyrl.models import device as devices
 from tinyrl.models.logprobs import (
@@ -80,6 +82,64 @@ def test_log_probabilities_and_entropy(trains: bool, bias: bool, softcap: float 
     assert len(copies) == 1 + trains * (1 + bias)
     for leaf, copy in zip(leaves(states, head), copies, strict=True):
         torch.testing.assert_close(leaf.grad, copy.grad, **CLOSE)
+
+
+# ---- one pass over the logits, whose kernels are computed by their formulas (their own numbers: tests/benchmarks) ----
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of logits of each call."""
+    calls: list[int] = []
+
+    def log_probabilities(z: Tensor, targets: Tensor, *, temperature: float) -> Any:
+        calls.append(len(z))
+        log_p = (z / temperature).log_softmax(-1)
+        return SimpleNamespace(
+            logprobs=log_p.gather(1, targets.unsqueeze(1)).squeeze(1),
+            entropies=-(log_p.exp() * log_p).sum(-1),
+            log_totals=(z / temperature).logsumexp(-1),
+        )
+
+    def gradient(
+        z: Tensor, targets: Tensor, log_totals: Tensor, *, temperature: float, slope: float, dtype: torch.dtype
+    ) -> Tensor:
+        p = (z / temperature - log_totals.unsqueeze(1)).exp()
+        return (slope * (torch.nn.functional.one_hot(targets, V) - p)).to(dtype)
+
+    kernels = SimpleNamespace(log_probabilities=log_probabilities, gradient=gradient)
+    monkeypatch.setattr(models, "logit_kernels", kernels, raising=False)
+    return calls
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("tokens", [N, 0])
+def test_one_pass_over_the_logits(tokens: int, kernel_calls: list[int]):
+    states, head = case(trains=False, bias=False)
+    targets = torch.arange(tokens) % V
+    results = []
+    for one_pass in (True, False):
+        found = token_logprobs(states[:tokens], head, targets=targets, temperature=0.7, one_pass=one_pass)
+        assert [x.requires_grad for x in found] == [True, False]
+        results.append([*found, *torch.autograd.grad(found[0] @ torch.linspace(-1, 2, tokens), states)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+    assert kernel_calls == ([4, 4, 4, 4, 1] if tokens else [])
+
+
+@pytest.mark.parametrize(
+    ("trains", "bias", "softcap", "entropy_grad"),
+    [(True, False, None, False), (False, True, None, False), (False, False, 1.5, False), (False, False, None, True)],
+)
+def test_one_pass_is_left_out_where_its_kernels_do_not_compute_the_head(
+    trains: bool, bias: bool, softcap: float | None, kernel_calls: list[int], *, entropy_grad: bool
+):
+    states, head = case(trains=trains, bias=bias, softcap=softcap)
+    how: dict[str, Any] = {"targets": torch.arange(N) % V, "temperature": 0.7, "entropy_grad": entropy_grad}
+    ours = token_logprobs(states, head, **how, one_pass=True)
+    assert kernel_calls == []
+    for found, expected in zip(ours, token_logprobs(states, head, **how), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -221,9 +281,9 @@ def test_no_logits_outlive_their_chunk(monkeypatch: pytest.MonkeyPatch, trains: 
 
 
 def test_memory_of_distances_does_not_grow_with_the_vocabulary():
-    """Of 4,096 and 65,536 tokens: the same, where all logits of these tokens would take 16 times as much."""
+    """Of 4,096 and 16,384 tokens: the same, where all logits of these tokens would take 4 times as much."""
     most = []
-    for vocabulary in (4_096, 65_536):
+    for vocabulary in (4_096, 16_384):
         states, head = drawn(1500, 8, seed=0).requires_grad_(), Head(drawn(vocabulary, 8, seed=1), None)
         with LiveBytes() as memory:
             teacher = TeacherStates(drawn(1500, 8, seed=2), head)

@@ -14,9 +14,10 @@ from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
 from tinyrl.generation.sample import Sample
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 
 pytestmark = pytest.mark.real
 
@@ -31,7 +32,7 @@ def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[Collector]:
     """A policy whose adapter has moved."""
     task = {"name": "sums"}
     made = load_collector(
-        running.config("grpo", real, model={"dtype": request.param}, task=task, generation={"engine": "hf"}),
+        prepare(running.config("grpo", real, model={"dtype": request.param}, task=task, generation={"engine": "hf"})),
         options=Options(device="cpu"),
     )
     generator = torch.Generator().manual_seed(1)

@@ -10,6 +10,7 @@ import pytest
 from tests import running
 from tinyrl.cli.commands import app
 from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.sums import write
 
@@ -65,7 +66,7 @@ def settings(method: str, real: Path, data: Path | None = None, **sections: Any)
         values["task"] = {"data": str(data / f"{file}.jsonl"), "eval_data": held_out, "max_samples": 16}
     for name, fields in sections.items():
         values[name] = {**values.get(name, {}), **fields}
-    return Config.model_validate(values)
+    return config_of(values)
 
 
 def last_line(run: RunDir) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from tests.running import LookedAt
-from tinyrl import errors
-from tinyrl.errors import CodeChanged, Interrupted
+from tinyrl.process import errors
+from tinyrl.process.errors import CodeChanged, Interrupted
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.scores import describe_failures
 from tinyrl.workers import calls, process

@@ -19,15 +19,17 @@ import pytest
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
-from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.rows import with_num_steps
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.rubric import named_scale
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.tasks import load_task
 from tinyrl.tools.check import check
 from tinyrl.training.load import load_method
@@ -463,10 +465,10 @@ def test_too_many_requests_are_refused_before_a_run(mode: str, most: int, tmp_pa
     judge["mode"] = mode
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}, "run": {"num_steps": 10, "eval_every": 5}}
     values["reward"] = {"functions": [{**judge, "max_requests": most}]}
-    check_before_loading(Config.model_validate(values))
+    check_before_loading(config_of(values))
     values["reward"] = {"functions": [{**judge, "max_requests": most - 1}]}
     with pytest.raises(ValueError, match=f"{most:,}"):
-        check_before_loading(Config.model_validate(values))
+        check_before_loading(config_of(values))
 
 
 def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> None:
@@ -477,7 +479,7 @@ def test_requests_are_counted_over_the_steps_of_the_epochs(tmp_path: Path) -> No
     most = 20 * 32 * 8 + 5 * 64 * 2 + 44
     for allowed in (most, most - 1):
         values["reward"] = {"functions": [{**judge, "max_requests": allowed}]}
-        settings = Config.model_validate(values)
+        settings = config_of(values)
         check_before_loading(settings)  # steps are not known yet
         config = with_num_steps(settings, rows=320, of_step=32)
         if allowed == most:
@@ -493,7 +495,7 @@ def test_requests_of_epochs_are_counted_once_rows_are_read(tiny: TinyModels, tmp
     reward = {"functions": [{**judge, "max_requests": 1}]}
     settings = running.config("grpo", tiny("llama"), reward=reward, run={"epochs": 1})
     with pytest.raises(ValueError, match="max_requests"):
-        load_method(settings, options=Options(device="cpu"))
+        load_method(prepare(settings), options=Options(device="cpu"))
 
 
 def test_a_budget_holds_while_training(serving: Any, tmp_path: Path) -> None:
@@ -544,9 +546,9 @@ def test_a_rubric_of_another_scale_than_the_default_is_refused_before_loading(tm
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
     values: dict[str, Any] = {"method": "grpo", "task": {"name": "sort"}}
     with pytest.raises(ValueError, match=r"rubric\.md.*\[1, 5\]"):
-        check_before_loading(Config.model_validate({**values, "reward": {"functions": [judge]}}))
+        check_before_loading(config_of({**values, "reward": {"functions": [judge]}}))
     for given in ({"scale": [1, 5]}, {"scale": [0, 10]}, {"mode": "rank"}):
-        check_before_loading(Config.model_validate({**values, "reward": {"functions": [{**judge, **given}]}}))
+        check_before_loading(config_of({**values, "reward": {"functions": [{**judge, **given}]}}))
 
 
 # ---- trials ----
@@ -651,7 +653,7 @@ def test_requests_of_a_run_are_counted_over_all_its_starts(serving: Any, tiny: T
     assert code == 0
     for file in tmp_path.glob("cache.sqlite*"):
         file.unlink()
-    assert running.go_on(run, config=run.read_config(["run.num_steps=4"])) == BudgetSpent.exit_code
+    assert running.go_on(run, config=changed_config(run, ["run.num_steps=4"])) == BudgetSpent.exit_code
     assert len(judge.asked) <= 90
 
 

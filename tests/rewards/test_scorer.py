@@ -10,8 +10,8 @@ import torch
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
-from tinyrl.errors import ExplainedByCheck, GuardStop
 from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.process.errors import ExplainedByCheck, GuardStop
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures

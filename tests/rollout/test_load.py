@@ -9,19 +9,20 @@ import pytest
 
 from tests import running
 from tests.tiny_models import POSITIONS, TinyModels
-from tinyrl.config.recipe import build_config
+from tinyrl.config.derive import derive_over
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 
 
-def config_of(model: Path, rows: Path, **generation: Any) -> Config:
+def small_config(model: Path, rows: Path, **generation: Any) -> Config:
     task = {"name": "rows", "data": str(rows), "eval_data": str(rows)}
     return running.config("grpo", model, task=task, generation=generation)
 
 
 def longest_of(config: Config) -> int:
-    collector = load_collector(config, options=Options(device="cpu"))
+    collector = load_collector(prepare(config), options=Options(device="cpu"))
     try:
         return max(len(prompt.tokens) for prompt in collector.train_prompts)
     finally:
@@ -32,11 +33,11 @@ def test_an_advice_for_a_long_prompt_is_one_that_works(tiny: TinyModels, tmp_pat
     """A prompt of 400 tokens beside responses of 200: positions are what is short, not generation.max_prompt_tokens."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "x" * 400, "answer": "y"}) + "\n")
-    config = config_of(tiny("llama"), rows, max_new_tokens=200)
+    config = small_config(tiny("llama"), rows, max_new_tokens=200)
     with pytest.raises(ValueError, match=f"{POSITIONS} positions") as refused:
         longest_of(config)
     advised = re.findall(r"generation\.\w+=\d+(?=[ ,])", str(refused.value).splitlines()[1])
-    assert longest_of(build_config(config.model_dump(), advised)) == 400
+    assert longest_of(derive_over(config, advised)) == 400
     rows.write_text(json.dumps({"prompt": "x" * 500, "answer": "y"}) + "\n")
     with pytest.raises(ValueError, match="No limit"):
         longest_of(config)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typer.testing import CliRunner
 
 from tests.tools.report.runs import write_run
 from tinyrl.cli.commands import app
+from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
+from tinyrl.config.settings import fields_of
 from tinyrl.runs.findings import Watch, find
 from tinyrl.runs.records import RunRecords, read_run, read_steps
 
@@ -166,6 +169,24 @@ def test_the_fall_of_what_a_negative_weight_punishes_is_no_fault() -> None:
     functions = [{"use": "rewards.py:right", "weight": 1.0}, {"use": "rewards.py:length", "weight": -0.1}]
     assert named(lines) == ["one reward up, another down"]
     assert named(lines, {"reward": {"functions": functions}}) == []
+
+
+@pytest.mark.parametrize("method", ["grpo", "ppo", "distill"])
+def test_the_settings_that_are_advised_are_of_the_method(method: str) -> None:
+    for _, planted, _ in NEAR:
+        if "value/explained_variance" in planted and method != "ppo":
+            continue  # there is no critic
+        for one in find(run_of(rows(planted), {"method": method})):
+            for section, name in re.findall(r"\b([a-z_]+)\.([a-z_]+)=", one.change):
+                assert section not in {*OPTIONAL_SECTIONS} - {*METHODS[method].sections}, one.change
+                assert name in fields_of(section), one.change
+
+
+@pytest.mark.parametrize("fault", ["KL blow-up", "entropy collapse", "zero-spread groups", "constant reward"])
+def test_a_distillation_may_leave_its_start_and_needs_no_reward(fault: str) -> None:
+    planted = next(planted for name, planted, _ in NEAR if name == fault)
+    assert named(rows(planted), {"method": "grpo"}) == [fault]
+    assert named(rows(planted), {"method": "distill"}) == []
 
 
 def test_a_ppo_run_without_groups_can_reach_the_ceiling() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tinyrl.config.recipe import dump_config
-from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import write_checkpoint
-from tinyrl.runs.resolve import check_room_for_responses, resolve, room_for_prompt
+from tinyrl.runs.resolve import check_room_for_responses, config_of, resolve, room_for_prompt
 
 SFT = {"method": "sft", "task": {"data": "rows.jsonl"}}
 REWARD = {"method": "reward", "task": {"data": "rows.jsonl"}, "model": {"path": "base"}}
@@ -32,7 +31,7 @@ def a_run(name: str, values: dict[str, Any], *, steps: tuple[int, ...] = (2, 4))
     """A run of this configuration with checkpoints, relative to the current folder."""
     run = Path("runs") / name
     run.mkdir(parents=True)
-    (run / "config.yaml").write_text(dump_config(Config.model_validate(values)))
+    (run / "config.yaml").write_text(dump_config(config_of(values)))
 
     def write(folder: Path) -> None:
         (folder / "x").write_text("x")
@@ -43,7 +42,7 @@ def a_run(name: str, values: dict[str, Any], *, steps: tuple[int, ...] = (2, 4))
 
 
 def settled(**values: Any) -> dict[str, Any]:
-    return resolve(Config.model_validate({"method": "ppo", "task": {"data": "rows.jsonl"}, **values})).model_dump()
+    return resolve(config_of({"method": "ppo", "task": {"data": "rows.jsonl"}, **values})).model_dump()
 
 
 def test_paths_become_absolute_and_names_stay(folder: Path):
@@ -126,7 +125,7 @@ def test_a_critic_starts_from_a_run_of_its_kind():
     for run, kind in {**kinds, "rm-full": "separate"}.items():
         values = settled(critic={"path": f"runs/{run}", "kind": kind})
         assert values["critic"]["path"].endswith(f"runs/{run}/checkpoints/step-000004")
-        assert resolve(Config.model_validate(values)).model_dump() == values  # idempotent
+        assert resolve(config_of(values)).model_dump() == values  # idempotent
     assert settled(critic={"path": "runs/shared", "kind": "shared"})["critic"]["kind"] == "shared"
     assert settled(critic={"path": "runs/rm"})["critic"]["kind"] == "adapter"
     Path("base/config.yaml").write_text("of another tool")  # which makes a model no run
@@ -171,7 +170,7 @@ def test_max_new_tokens_leaves_room_for_a_prompt_where_nobody_has_set_it():
 def test_a_response_leaves_a_position_for_the_prompt(tokens: int, positions: int, fits: bool, folder: Path):
     Path("base/config.json").write_text(json.dumps({"max_position_embeddings": positions}))
     values = {"model": {"path": "base"}, "generation": {"max_new_tokens": tokens}}
-    config = Config.model_validate({"method": "grpo", **values})
+    config = config_of({"method": "grpo", **values})
     if fits:
         check_room_for_responses(config)
     else:
@@ -192,14 +191,14 @@ def test_a_prompt_that_is_too_long_gets_an_advice_that_makes_room() -> None:
         (683, 100, 0, []),
     ):
         values = {"method": "grpo", "generation": {"max_new_tokens": new, "max_prompt_tokens": 100}}
-        sentence = room_for_prompt(Config.model_validate(values), longest, positions=256, between=between)
+        sentence = room_for_prompt(config_of(values), longest, positions=256, between=between)
         assert sentence.startswith(" ".join(["Set", *advised]) if advised else "No limit")
 
 
 def test_an_advice_that_another_setting_forbids_is_not_given() -> None:
     """Responses of 40 tokens have no 60 tokens to penalise."""
     values: dict[str, Any] = {"method": "grpo", "generation": {"max_new_tokens": 100, "max_prompt_tokens": 300}}
-    free, bound = (Config.model_validate({**values, "reward": {"overlong_tokens": n}}) for n in (40, 60))
+    free, bound = (config_of({**values, "reward": {"overlong_tokens": n}}) for n in (40, 60))
     assert "max_new_tokens=40" in room_for_prompt(free, 216, positions=256, between=0)
     assert not room_for_prompt(bound, 216, positions=256, between=0).startswith("Set")
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.schema import Config
 from tinyrl.runs import run_dir
 from tinyrl.runs.folders import LOCK, FolderLock
 from tinyrl.runs.provenance import provenance
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
 
-CONFIG = Config.model_validate({"method": "grpo", "task": {"name": "sort"}})
+CONFIG = config_of({"method": "grpo", "task": {"name": "sort"}})
 
 
 def create(root: Path, name: str | None = None, *, overwrite: bool = False) -> RunDir:
@@ -68,7 +68,7 @@ def test_a_run_takes_the_place_of_an_empty_folder_and_of_one_whose_start_was_kil
         (tmp_path / name).mkdir()
         if name == "half":
             (tmp_path / name / LOCK).touch()
-        assert names_in(create(tmp_path, name, overwrite=overwrite).path) == {LOCK, "config.yaml"}
+        assert names_in(create(tmp_path, name, overwrite=overwrite).path) == {LOCK, "config.yaml", "given.yaml"}
     (tmp_path / "started").mkdir()
     with FolderLock(tmp_path / "started"), pytest.raises(ValueError, match="is in use"):  # by an earlier version
         create(tmp_path, "started")
@@ -79,7 +79,7 @@ def test_overwriting_replaces_a_run_and_nothing_else(tmp_path: Path):
     (create(tmp_path, "mine").path / "left over").write_text("x")
     with pytest.raises(ValueError, match=r"mine exists.* --overwrite"):
         create(tmp_path, "mine")
-    assert names_in(create(tmp_path, "mine", overwrite=True).path) == {LOCK, "config.yaml"}
+    assert names_in(create(tmp_path, "mine", overwrite=True).path) == {LOCK, "config.yaml", "given.yaml"}
 
     root, thesis = tmp_path / "runs", tmp_path / "thesis"
     for folder in (root / "photos", root / "project", thesis):
@@ -111,7 +111,7 @@ def test_of_several_that_overwrite_a_run_at_once_one_wins_and_the_others_are_ref
         with ThreadPoolExecutor(3) as pool:
             found = [*pool.map(overwrite, range(3))]
         [won] = [one for one in found if isinstance(one, RunDir)]
-        assert names_in(won.path) == {LOCK, "config.yaml"}
+        assert names_in(won.path) == {LOCK, "config.yaml", "given.yaml"}
         assert names_in(tmp_path) == {"mine"}
         won.lock.check()
         won.lock.release()

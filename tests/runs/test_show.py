@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from tests.running import rows_for
 from tests.tools.report.runs import sample, write_run
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
-from tinyrl.config.schema import Config
 from tinyrl.data.rows import row_key
 from tinyrl.runs.checkpoint import write_checkpoint
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
     read_prompt_stats,
@@ -24,7 +25,6 @@ from tinyrl.runs.show import (
     show_checkpoints,
     summary,
 )
-from tinyrl.tasks.run_rows import rows_of_run
 
 
 def shown(*arguments: str) -> Result:
@@ -76,7 +76,7 @@ def test_the_summary_has_held_out_metrics_the_checkpoint_and_what_to_type_next(
     values: dict[str, Any], last: str, tmp_path: Path
 ):
     run = RunDir(tmp_path)
-    run.write_config(Config.model_validate(values))
+    run.write_config(config_of(values))
     (run.checkpoints / "step-000002").mkdir(parents=True)
     for step in (0, 2):
         run.append_metrics(step, {"eval/loss": 0.000456, "eval/accuracy": 0.75})
@@ -87,7 +87,7 @@ def test_the_summary_has_held_out_metrics_the_checkpoint_and_what_to_type_next(
 
 def test_the_summary_of_a_run_without_rewards_names_a_command_that_can_work(tmp_path: Path):
     run = RunDir(tmp_path)
-    run.write_config(Config.model_validate({"method": "distill", "teacher": {"path": "starter"}}))
+    run.write_config(config_of({"method": "distill", "teacher": {"path": "starter"}}))
     for step in (0, 2):
         run.append_metrics(step, {"eval/reward_mean": math.nan, "eval/kl": 0.5})
     lines = summary(run).splitlines()
@@ -97,7 +97,7 @@ def test_the_summary_of_a_run_without_rewards_names_a_command_that_can_work(tmp_
 
 def test_the_summary_of_a_run_whose_reward_changed_has_the_step(tmp_path: Path):
     run = RunDir(tmp_path)
-    run.write_config(Config.model_validate({"method": "grpo"}))
+    run.write_config(config_of({"method": "grpo"}))
     for step in (0, 6):
         run.append_metrics(step, {"eval/reward_mean": 0.25})
     unchanged = summary(run).splitlines()
@@ -233,14 +233,14 @@ def test_hard_rows_are_listed_with_their_texts_and_written_to_train_on(tmp_path:
     data, hard = tmp_path / "rows.jsonl", tmp_path / "hard.jsonl"
     data.write_text("".join(json.dumps({"q": f"say {c}", "answer": c}) + "\n" for c in "abcdefgh"))
     config = {"method": "grpo", "task": {"name": "rows", "data": str(data), "columns": {"prompt": "q"}}}
-    rows = rows_of_run(Config.model_validate(config)).train
+    rows = rows_for(config_of(config)).train
     entries = [[0, row_key(rows[0]), 4, 0], [1, row_key(rows[1]), 4, 1], [5, "of a row that is gone", 4, 0]]
     made = str(with_prompts(tmp_path, {1: entries}, config=config))
     done = shown(made, "--export-hard", str(hard))
     assert done.exit_code == 0, done.stderr
     assert f"prompt 0      0/4  {rows[0]['prompt']}" in done.stdout
     task = {"name": "rows", "data": str(hard), "eval_data": str(hard)}
-    assert rows_of_run(Config.model_validate({"method": "grpo", "task": task})).train == rows[:1]
+    assert rows_for(config_of({"method": "grpo", "task": task})).train == rows[:1]
     assert shown(made, "--export-hard", str(hard)).exit_code == 2  # nothing is overwritten
     data.unlink()
     gone = shown(made, "--prompts")

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-from tinyrl.config.recipe import build_config
-from tinyrl.config.schema import Config
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.tracking import Trackers, check_trackers
 
 Calls = list[tuple[str, Any]]
@@ -65,9 +64,9 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_package(monkeypatch: 
 
 
 def test_completions_are_uploaded_only_where_that_is_said() -> None:
-    run = Config.model_validate({"method": "grpo"}).run
+    run = config_of({"method": "grpo"}).run
     assert run.log_completions is False
     with pytest.raises(ValueError, match=r"run\.log_completions"):
-        build_config({"method": "grpo"}, ["run.log_completions=true"])
-    given = build_config({"method": "grpo"}, ["run.log_completions=true", "run.trackers=[wandb]"])
+        config_of({"method": "grpo"}, ["run.log_completions=true"])
+    given = config_of({"method": "grpo"}, ["run.log_completions=true", "run.trackers=[wandb]"])
     assert given.run.log_completions is True

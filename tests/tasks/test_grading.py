@@ -140,10 +140,11 @@ def test_accents_are_the_same_in_both_spellings():
     assert rows.score("cafe", {"answer": decomposed}) == 0.0
 
 
-def test_a_megabyte_of_anything_is_answered():
-    hostile = [digit * 1_000_000 for digit in "9-( "]
-    hostile += ["1," * 500_000, "\\boxed{" * 150_000, "<answer>" * 125_000, "1e999999999", "a\u0301\u0316" * 330_000]
-    hostile += ["a" + "\u0301\u0316" * 500_000]
+def test_a_quarter_of_a_megabyte_of_anything_is_answered():
+    """What takes the square of a text's length would not end here either."""
+    hostile = [digit * 250_000 for digit in "9-( "]
+    hostile += ["1," * 125_000, "\\boxed{" * 36_000, "<answer>" * 31_000, "1e999999999", "a\u0301\u0316" * 83_000]
+    hostile += ["a" + "\u0301\u0316" * 125_000]
     for text in hostile:
         for name in ("parse_number", "first_number", "last_number", "boxed", "normalised_text", "think_answer_format"):
             getattr(grading, name)(text)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.running import rows_of
+from tests.running import rows_for, rows_of
 from tinyrl.api import alone
-from tinyrl.cli.preflight import check_before_loading
 from tinyrl.config.schema import Config
 from tinyrl.data import readers
 from tinyrl.rewards.functions import verifier_of
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task
-from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
-from tinyrl.training.load import load_method
+from tinyrl.tasks.run_rows import shared_by_splits
 
 TOY = f"{Path(__file__).with_name('toy_task.py')}:TASK"
 
@@ -43,9 +43,9 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
         "            verify=by_row(lambda text, row: float(text == row['answer'])), gold=lambda row: row['answer'])\n"
     )
     name = f"{tmp_path / 'mine.py'}:TASK"
-    config = Config.model_validate({"method": "grpo", "task": {"name": name}})
+    config = config_of({"method": "grpo", "task": {"name": name}})
     check_before_loading(config)
-    rows = rows_of_run(config)
+    rows = rows_for(config)
     assert rows.train == [{"prompt": "ab:", "answer": "ba"}]
     assert rows.held_out == [{"prompt": "cd:", "answer": "dc"}]
     with verifier_of(load_task(name), timeout_s=10) as verifier:
@@ -132,8 +132,8 @@ def test_data_alone_is_split_by_prompt(tmp_path: Path):
 def test_the_held_out_rows_are_the_same_whatever_the_run_seed(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": "x"} for i in range(60)])
     for method, seed in (("grpo", 0), ("grpo", 31), ("sft", 0), ("sft", 31)):
-        config = Config.model_validate({"method": method, "task": {"data": source}, "run": {"seed": seed}})
-        rows = rows_of_run(config).held_out
+        config = config_of({"method": method, "task": {"data": source}, "run": {"seed": seed}})
+        rows = rows_for(config).held_out
         # by hand: prompts sorted by the sha256 of {"prompt":"..."}, the first 6 places by that of "hold out 0:place"
         assert [row["prompt"] for row in rows] == ["4", "8", "10", "32", "43", "50"]
 
@@ -161,7 +161,7 @@ def test_a_revision_reaches_the_hub_with_every_source(monkeypatch: pytest.Monkey
     monkeypatch.setattr(readers, "_read_dataset", read)
     task: dict[str, Any] = {"data": "a/b", "eval_data": "a/b@test", "revision": "1f0c"}
     rows_of(TOY, "train", **task)
-    rows_of_run(Config.model_validate({"method": "sft", "task": task}))
+    rows_for(config_of({"method": "sft", "task": task}))
     assert asked == [(name, "1f0c") for name in ("a/b", "a/b@test", "a/b", "a/b@test")]
 
 
@@ -193,10 +193,10 @@ def test_rows_a_task_cannot_use_are_answered_with_their_line(tmp_path: Path):
         "method": "grpo",
         "task": {"data": jsonl(tmp_path / "b.jsonl", [{"prompt": "p", "answer": a} for a in answers])},
     }
-    own = Config.model_validate({**values, "reward": {"functions": [{"use": "rewards.py:score"}]}})
-    assert [row["answer"] for row in rows_of_run(own).train] == answers
+    own = config_of({**values, "reward": {"functions": [{"use": "rewards.py:score"}]}})
+    assert [row["answer"] for row in rows_for(own).train] == answers
     with pytest.raises(ValueError, match=r"b\.jsonl:2: 'answer'"):
-        rows_of_run(Config.model_validate(values))
+        rows_for(config_of(values))
 
 
 def chat(*contents: str) -> list[dict[str, str]]:
@@ -214,15 +214,15 @@ def test_held_out_prompts_in_another_form_are_counted(tmp_path: Path, method: st
     train = jsonl(tmp_path / "a.jsonl", [first(f"{i}") for i in range(20)])
     for others, count in ((range(15, 25), 1), (range(20, 30), 0)):
         held = jsonl(tmp_path / "b.jsonl", [second(f"{i}") for i in others])
-        config = Config.model_validate({"method": method, "task": {"data": train, "eval_data": held}})
-        rows = rows_of_run(config)
+        config = config_of({"method": method, "task": {"data": train, "eval_data": held}})
+        rows = rows_for(config)
         assert len(shared_by_splits(rows.train, rows.held_out, rows.kind, system_prompt=None)) == count
 
 
 def test_a_system_prompt_of_all_rows_tells_no_prompts_apart(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "system", "content": f"{j}"}, *chat(f"{i}")]} for i in range(20) for j in range(3)]
     values = {"method": "grpo", "task": {"data": jsonl(tmp_path / "a.jsonl", rows), "system_prompt": "short"}}
-    found = rows_of_run(Config.model_validate(values))
+    found = rows_for(config_of(values))
     sides = [{row["prompt"][1]["content"] for row in side} for side in (found.train, found.held_out)]
     assert [len(side) for side in sides] == [18, 2]
 
@@ -243,7 +243,7 @@ def test_rows_that_repeat_a_held_out_prompt_are_counted(
 ) -> None:
     given = [{"prompt": f"q{i % prompts}", "completion": f"{i}", "label": i % 2} for i in range(rows)]
     values = {"method": method, "task": {"data": jsonl(tmp_path / "a.jsonl", given), "max_samples": None}}
-    found = rows_of_run(Config.model_validate(values))
+    found = rows_for(config_of(values))
     assert [note.split()[0] for note in found.notes] == ([] if left_out is None else [left_out])
 
 
@@ -274,7 +274,7 @@ SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 def test_columns_beside_messages_that_nothing_reads_are_named(
     tmp_path: Path, method: str, row: dict[str, Any], named: list[str]
 ) -> None:
-    notes = rows_of_run(settings(tmp_path, method, row)).notes
+    notes = rows_for(settings(tmp_path, method, row)).notes
     assert [[name for name in ("`system`", "`tools`") if name in note] for note in notes] == [[name] for name in named]
 
 
@@ -283,10 +283,10 @@ def test_completions_without_a_prompt_beside_another_text_are_counted(tmp_path: 
     bare = {"input": "x", "output": "a"}
     rows = [bare] * 3 + [{"prompt": "p", "input": "x", "output": "b"}]
     task = {"data": jsonl(tmp_path / "rows.jsonl", rows), "columns": {"completion": "output"}}
-    notes = rows_of_run(Config.model_validate({"method": "sft", "task": task})).notes
+    notes = rows_for(config_of({"method": "sft", "task": task})).notes
     assert any("3 of 4 rows" in note and "input" in note for note in notes)
     task["data"] = jsonl(tmp_path / "numbers.jsonl", [{"number": 3, "output": "a"}, rows[-1]])
-    assert rows_of_run(Config.model_validate({"method": "sft", "task": task})).notes == []
+    assert rows_for(config_of({"method": "sft", "task": task})).notes == []
 
 
 def test_columns_that_something_else_reads_are_not_named(tmp_path: Path) -> None:
@@ -294,11 +294,11 @@ def test_columns_that_something_else_reads_are_not_named(tmp_path: Path) -> None
     row = {"prompt": "a", "q": "b", "system": "short", "tools": TOOLS}
     data = jsonl(tmp_path / "a.jsonl", [row])
     agent = settings(tmp_path, "grpo", row, environment={"agent": f"{__file__}:agent"})
-    assert rows_of_run(agent).notes == []
+    assert rows_for(agent).notes == []
     values = {"method": "grpo", "task": {"name": TOY, "data": data, "eval_data": data}}
-    assert rows_of_run(Config.model_validate(values)).notes == []
+    assert rows_for(config_of(values)).notes == []
     values = {"method": "grpo", "task": {"data": data, "eval_data": data, "system_prompt": "long"}}
-    (note,) = rows_of_run(Config.model_validate(values)).notes
+    (note,) = rows_for(config_of(values)).notes
     assert "`tools`" in note
 
 
@@ -307,7 +307,7 @@ GOOD = {"prompt": "a", "text": "b", "chosen": "b", "rejected": "c"}
 
 def settings(tmp_path: Path, method: str, *rows: Any, **sections: Any) -> Config:
     data = jsonl(tmp_path / "a.jsonl", rows)
-    return Config.model_validate({"method": method, "task": {"data": data, "eval_data": data}, **sections})
+    return config_of({"method": method, "task": {"data": data, "eval_data": data}, **sections})
 
 
 def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path):
@@ -317,16 +317,16 @@ def test_rows_to_learn_from_are_answered_with_their_line(tmp_path: Path):
         ("reward", {"text": "b", "label": 1}, {"chosen": "a b", "rejected": "a c"}),
     ):
         with pytest.raises(ValueError, match=r"a\.jsonl:2: ") as caught:
-            rows_of_run(settings(tmp_path, method, first, row))
+            rows_for(settings(tmp_path, method, first, row))
         assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("method", ["reward", "ppo"])
 def test_a_bad_row_is_reported_before_a_model_is_loaded(tmp_path: Path, method: str):
-    config = settings(tmp_path, method, GOOD, {"n": 1}, model={"path": str(tmp_path / "no model")})
+    config = settings(tmp_path, method, GOOD, {"n": 1})
     if method == "ppo":
         text = jsonl(tmp_path / "b.jsonl", [GOOD])
-        config = settings(tmp_path, method, GOOD, model=config.model, ppo={"ptx_coef": 1.0, "ptx_data": text})
+        config = settings(tmp_path, method, GOOD, ppo={"ptx_coef": 1.0, "ptx_data": text})
         Path(text).write_text("{")
     with pytest.raises(ValueError, match=r"[ab]\.jsonl:\d: "):
-        load_method(config, options=Options(device="cpu"))
+        prepare(config)

@@ -40,12 +40,18 @@ def right(said: str, reference: str | None) -> float | None:
 
 
 @needs_math_verify
-def test_equal_answers_are_right_however_they_are_marked_and_others_wrong() -> None:
+def test_equal_answers_are_right_however_they_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is: a comparison that takes longer than PATIENCE_S is a wrong answer."""
+    monkeypatch.setattr("tinyrl.tasks.math_grading.PATIENCE_S", 60)
     for said, reference in EQUAL:
         assert right(f"So it is <answer>{said}</answer>", reference) == 1.0
         assert right(f"therefore \\boxed{{{said}}}.", reference) == 1.0
         assert right(said, f"because of this\n#### {reference}") == 1.0
         assert right(reference, said) == 1.0
+
+
+@needs_math_verify
+def test_other_answers_are_wrong_and_unreadable_ones_have_no_score() -> None:
     for text, reference, score in OTHER:
         assert right(text, reference) == score, text
 

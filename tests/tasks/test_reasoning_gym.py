@@ -1,5 +1,6 @@
 """reasoning-gym's families: by name and difficulty, the same every time, held out apart, judged by their verifiers."""
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ from tests.running import rows_of
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.tasks import load_task
 
-pytest.importorskip("reasoning_gym", reason="the extra `reasoning` is not installed")
-TASK = load_task("reasoning_gym")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="the extra `reasoning` is not installed"
+)
 SPEC = "leg_counting,chain_sum?min_terms=2&max_terms=2&max_digits=2"
 
 
@@ -25,11 +27,12 @@ def test_rows_are_of_the_families_named_and_apart() -> None:
 
 
 def test_gold_answers_have_full_marks_and_others_less() -> None:
+    task = load_task("reasoning_gym")
     some = rows("eval", max_samples=40)
     problems = {"problem": [row["problem"] for row in some]}
-    prompts = [TASK.prompt(row) for row in some]
-    with FunctionReward(TASK.grader or "", timeout_s=60.0) as grader:
-        gold = grader(prompts, [TASK.gold(row) for row in some], problems)
+    prompts = [task.prompt(row) for row in some]
+    with FunctionReward(task.grader or "", timeout_s=60.0) as grader:
+        gold = grader(prompts, [task.gold(row) for row in some], problems)
         wrong = grader(prompts, ["<answer>no idea</answer>"] * len(some), problems)
     assert gold.values == [1.0] * len(some)
     assert max(wrong.values) < 0.5

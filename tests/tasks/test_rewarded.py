@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests import running
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
 from tinyrl.data.writers import write_rows
-from tinyrl.rollout import load
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import Task, load_task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.training.load import load_method
 
 WORDS: list[Row] = [
     {"prompt": "sort: cat =", "word": "cat", "vowels": 1},
@@ -22,9 +21,7 @@ REWARD = {"functions": [{"use": "rewards.py:score"}]}
 
 
 def config(method: str = "grpo", **sections: Any) -> Config:
-    return Config.model_validate(
-        {"method": method, "model": {"path": "starter"}, "task": {"data": "rows.jsonl"}, **sections}
-    )
+    return config_of({"method": method, "model": {"path": "starter"}, "task": {"data": "rows.jsonl"}, **sections})
 
 
 def test_rows_without_the_column_that_is_compared_are_refused_with_those_they_have() -> None:
@@ -86,13 +83,9 @@ def test_a_hint_with_an_open_brace_is_refused() -> None:
     [("grpo", {}, "`answer`"), ("distill", {"teacher": {"path": "self", "hint": "{vowel}"}}, "vowel")],
 )
 def test_a_run_is_refused_before_its_model_is_loaded(
-    method: str, sections: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, sections: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr(load, "load_policy", loaded)
     rows = write_rows(tmp_path / "rows.jsonl", WORDS)
     given = config(method, task={"data": str(rows)}, **sections)
     with pytest.raises(ValueError, match=named):
-        load_method(given, options=running.Options(device="cpu"))
+        prepare(given)

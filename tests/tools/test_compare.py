@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
+from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.targets import Asked
+from tinyrl.process.launched import Options
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.runs.launched import Options
 from tinyrl.tasks import load_task
 from tinyrl.tools.compare import compare as compare_all
 from tinyrl.tools.compare import evaluate_target
@@ -62,7 +63,7 @@ def variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
 def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int = 512) -> dict[str, Any]:
     first = str(folder / "first")
     asked = Asked(split=split, num_prompts=num_prompts, samples=2)
-    return evaluate_target(first, asked, vs=other, options=Options(device="cpu"))
+    return evaluate_target(prepare_evaluation(first, asked, vs=other), options=Options(device="cpu"))
 
 
 SAME = {"reward_mean": 0.0, "distinguishable": False}  # without an interval: no prompt differs
@@ -88,9 +89,12 @@ def test_runs_of_one_name_are_called_by_their_paths(folder: Path, tmp_path: Path
     first = str(folder / "first")
     other = str(shutil.copytree(folder / "first", tmp_path / "first"))
     asked = Asked(num_prompts=2)
-    result = evaluate_target(first, asked, vs=other, options=Options(device="cpu"))
+    result = evaluate_target(prepare_evaluation(first, asked, vs=other), options=Options(device="cpu"))
     assert (result["target"], result["other"]["target"]) == (first, other)
-    assert evaluate_target(first, asked, vs="base", options=Options(device="cpu"))["target"] == "first/step-000001"
+    assert (
+        evaluate_target(prepare_evaluation(first, asked, vs="base"), options=Options(device="cpu"))["target"]
+        == "first/step-000001"
+    )
 
 
 @pytest.mark.slow
@@ -120,16 +124,16 @@ def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_
         folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl"), "max_samples": 100}, run={"seed": 7}
     )
     asked, options = Asked(samples=2), Options(device="cpu")
-    rows = compare_all([first, other, same], asked, options=options)
+    rows = compare_all(prepare_comparison([first, other, same], asked), options=options)
     assert [row["target"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
     assert {row["num_prompts"] for row in rows} == {40 - compare(folder, same)["difference"]["left_out"]} != {40}
     assert rows[2].pop("win_rate") == {"mean": 0.5, "ci": ANY, "ties": ANY}
     assert rows[2].pop("difference")["reward_mean"] == 0.0
     assert {**rows[2], "target": rows[0]["target"]} == rows[0]
-    alone, pair = compare_all([first, other], asked, options=options)[1], compare(folder, other)
+    alone, pair = compare_all(prepare_comparison([first, other], asked), options=options)[1], compare(folder, other)
     assert alone.pop("win_rate")["mean"] == pytest.approx(1 - pair["win_rate"]["mean"])
     assert alone.pop("difference")["reward_mean"] == pytest.approx(-pair["difference"]["reward_mean"])
-    assert alone == pair["other"] == evaluate_target(other, asked, options=options)
+    assert alone == pair["other"] == evaluate_target(prepare_evaluation(other, asked), options=options)
 
 
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from tests import running
 from tests.tiny_models import tiny_model
-from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
+from tinyrl.process.launched import Options
 from tinyrl.runs.folders import LOCK
-from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
@@ -264,7 +264,7 @@ STEPS: dict[int, dict[str, Any]] = {
 
 
 def card(**sections: Any) -> str:
-    config = Config.model_validate({"method": "grpo", "model": {"path": "Qwen/Qwen3-0.6B"}, **sections})
+    config = config_of({"method": "grpo", "model": {"path": "Qwen/Qwen3-0.6B"}, **sections})
     return model_card(config, STEPS, name="my-run", step=20, dtype=None, notes=[], picture=False)
 
 

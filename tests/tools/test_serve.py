@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
-from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Target, policy_at
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.tools.serve import listen, names_of, served
 
 
@@ -104,7 +104,7 @@ def test_a_run_called_as_its_untrained_model_is_asked_for_by_its_whole_name(
     name: str, lora: bool, names: dict[str, str], tmp_path: Path
 ) -> None:
     (run := tmp_path / name).mkdir()
-    config = Config.model_validate({"method": "grpo", "lora": {"enabled": lora}})
+    config = config_of({"method": "grpo", "lora": {"enabled": lora}})
     checkpoint = run / "checkpoints" / "step-000001"
     assert names_of(Target(str(run), run, config, checkpoint=checkpoint)) == names
 
@@ -119,6 +119,9 @@ def test_what_cannot_be_served_is_refused() -> None:
         port = str(taken.getsockname()[1])
         for words, named in (
             (["starter", "optim.learning_rate=1"], "optim.learning_rate"),
+            (["starter", "generation.stop=[x]"], "generation.stop"),  # a request has its own
+            (["starter", "generation.max_rows=4"], "generation.max_rows"),  # --max-rows
+            (["starter", "reward.truncated=mask"], "reward.truncated"),
             (["starter-reward", "--port", "0"], "starter-reward"),
             (["nothing-there/at-all/here"], "nothing-there"),
             (["starter", "--port", port], port),

@@ -10,7 +10,9 @@ from transformers import AutoTokenizer
 from tests import running
 from tests.tiny_models import tiny_model
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.load import load_method
 
@@ -46,7 +48,7 @@ def chat_model(folder: Path, template: str, kind: str = "llama", **model: Any) -
 
 def loaded(config: Config) -> Any:
     """Load the method of a configuration, with its models."""
-    return load_method(config, options=Options(device="cpu"))
+    return load_method(prepare(config), options=Options(device="cpu"))
 
 
 def trained(config: Config, folder: Path, *, name: str = "run") -> RunDir:
@@ -66,7 +68,7 @@ def row_config(method: str, path: Path, data: Path, *, lora: bool = True, **sect
         "optim": {"learning_rate": 1e-2 if lora else 3e-3},
         "run": {"num_steps": 30, "eval_every": 10, "save_every": 10, "threads": 1},
     }
-    return Config.model_validate({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})
+    return config_of({**values, **{k: {**values.get(k, {}), **v} for k, v in sections.items()}})
 
 
 def on_all(method: str, model: Path, folder: Path, rows: list[Row], **sections: Any) -> Any:

@@ -14,8 +14,9 @@ from tests.training.rows import chat_model, loaded, talk, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import eos_token_ids
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy
-from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import config_of
 from tinyrl.tools.chat import ChatSession
 from tinyrl.tools.check.loaded import check_model
 from tinyrl.tools.export import export
@@ -108,7 +109,7 @@ def test_a_policy_that_learnt_from_chat_stops(base: Path, rows: Path, tmp_path: 
         "grpo", base, rows.with_name("text.jsonl"), optim={"learning_rate": 1e-5},
         generation={"max_new_tokens": 12, "temperature": 0.5}, run={"num_steps": 1, "eval_every": 1},
     )  # fmt: skip
-    play.model.adapter = str(taught.checkpoints / "step-000060")
+    play = play.with_setting("model.adapter", str(taught.checkpoints / "step-000060"))
     run = trained(play, tmp_path, name="grpo")
     lines = running.metrics(run)
     assert lines[1]["completion/truncated"] == 0.0
@@ -146,6 +147,6 @@ def test_a_turn_that_ends_with_no_end_token_is_found(tmp_path: Path) -> None:
     ):
         folder = chat_model(tmp_path / name, template)
         settings = {"method": "grpo", "model": {"path": str(folder)}, "task": {"name": "sort"}}
-        method = loaded(Config.model_validate(settings))
+        method = loaded(config_of(settings))
         assert [one.name for one in check_model(method, []).findings] == faults
         method.close()

@@ -178,7 +178,7 @@ def test_rows_without_a_hint_stay_in_the_policy_loss(model: Path) -> None:
     how["options"] = loss_options(trainer.config.grpo, max_new_tokens=6, inexact=False)
     gradients, metrics = [], dict[str, Any]()
     for coef in (0.0, 1e-9):
-        trainer.config.teacher.kl_coef = coef
+        trainer.config = trainer.config.with_setting("teacher.kl_coef", coef)
         batch = trainer.policy.batch_of(samples)
         loss, metrics = trainer.policy_terms(batch, **how)
         gradients.append(torch.autograd.grad(loss, list(trainer.policy.parameters["policy"].values())))

@@ -17,8 +17,8 @@ from tests import running
 from tests.models.building import stir
 from tests.tiny_models import POSITIONS
 from tests.training.rows import Row, assistant, chat_model, loaded, on_all, row_config, talk, trained, write_rows
-from tinyrl.config.method_sections import DpoConfig
 from tinyrl.models.micro_batches import MicroBatches
+from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.tasks.answers import render_answer
 from tinyrl.training import dpo, load
 from tinyrl.training.dpo import logprobs_of
@@ -66,7 +66,7 @@ def gradients(method: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[s
     updater = Updater(method.policy, role_optimizers(method.config.optim, method.policy.parameters), max_grad_norm=1e9)
     metrics = updater._accumulate([one_pass])
     found = {name: p.grad.clone() for name, p in method.policy.parameters["policy"].items() if p.grad is not None}
-    updater._zero_grad()
+    updater.zero_grad()
     return metrics, found
 
 
@@ -83,7 +83,7 @@ def gradients(method: dpo.Dpo, *, tokens: int) -> tuple[dict[str, float], dict[s
 )
 def test_the_loss_of_a_pair_by_hand(settings: dict[str, Any], expected: float) -> None:
     """Answers of two and four tokens, each of -1 nat; -3 both under the reference."""
-    config, pair = DpoConfig.model_validate(settings), Example([1], ([2, 3], [4, 5, 6, 7]))
+    config, pair = config_of({"method": "dpo", "dpo": settings}).dpo, Example([1], ([2, 3], [4, 5, 6, 7]))
     reference = torch.tensor([[-3.0, -3.0]]) if config.loss not in ("orpo", "simpo") else None
     loss, _ = dpo.preference_loss(config, torch.tensor([[-2.0, -4.0]]), reference, [pair], kl=0.5)
     assert loss.item() == pytest.approx(expected, abs=1e-5)
@@ -156,7 +156,7 @@ def test_reference_logprobs_are_computed_anew_when_the_rows_change(model: Path, 
     data = Path(shutil.copy(rows, tmp_path / "rows.jsonl"))
     run = trained(row_config("dpo", model, data, run={"num_steps": 3, "save_every": 1}), tmp_path)
     data.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
-    changed = run.read_config(["run.num_steps=4"])
+    changed = changed_config(run, ["run.num_steps=4"])
     assert running.go_on(run, config=changed, allow_config_change=True) == 0
     reference = load_file(run.checkpoints / "step-000004" / dpo.REFERENCE_LOGPROBS)["training"]
     assert 0 < int(reference[:, 2].sum()) <= 32  # of one step

@@ -11,9 +11,12 @@ import pytest
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.training.rows import write_rows
+from tinyrl.config.derive import derive_over
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.training.launch import fork
 from tinyrl.training.load import load_method
 
@@ -36,7 +39,7 @@ def of_rows(method: str, tiny: TinyModels, folder: Path, **run: Any) -> Config:
     values = {"method": method, "model": {"path": str(tiny("llama"))}, "task": task, method: size, "run": limits}
     if method == "grpo":
         values |= {"reward": running.SMALL["reward"], "generation": {"max_new_tokens": 3}}
-    return Config.model_validate(values)
+    return config_of(values)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +62,7 @@ def test_epochs_are_whole_steps(method: str, epochs: float, steps: int, tiny: Ti
 
 def test_the_schedule_ends_with_the_epochs(tiny: TinyModels, tmp_path: Path):
     config = of_rows("sft", tiny, tmp_path, epochs=1)
-    config.optim.schedule = "linear"
-    config.optim.learning_rate = 4e-3
+    config = derive_over(config, ["optim.schedule=linear", "optim.learning_rate=4e-3"])
     _, run, _ = running.train(config, tmp_path)
     rates = [line["optim/learning_rate"] for line in running.metrics(run) if line["step"] > 0]
     assert rates == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3])
@@ -73,7 +75,7 @@ def test_a_resume_has_the_same_steps_and_a_longer_one_more(tiny: TinyModels, tmp
     assert code == 75
     assert running.go_on(run) == 0
     assert running.lasting(run) == running.lasting(whole)
-    longer = run.read_config(["run.epochs=2"])
+    longer = changed_config(run, ["run.epochs=2"])
     assert running.go_on(run, config=longer) == 0
     assert running.metrics(run)[-1]["step"] == 7
     assert run.read_config().run.num_steps == 7
@@ -82,7 +84,7 @@ def test_a_resume_has_the_same_steps_and_a_longer_one_more(tiny: TinyModels, tmp
 def test_fewer_epochs_are_another_setting(tiny: TinyModels, tmp_path: Path):
     _, run, _ = running.train(of_rows("sft", tiny, tmp_path, epochs=2), tmp_path)
     with pytest.raises(ValueError, match=r"run\.epochs"):
-        running.go_on(run, config=run.read_config(["run.epochs=1"]))
+        running.go_on(run, config=changed_config(run, ["run.epochs=1"]))
 
 
 def test_a_fork_of_a_finished_run_takes_more_epochs_and_no_fewer(tiny: TinyModels, tmp_path: Path):
@@ -113,6 +115,6 @@ def test_a_step_of_three_prompts_has_six_completions_in_minibatches(
 ) -> None:
     """Six completions are three minibatches of two, in each of two epochs."""
     config = of_rows("grpo", tiny, tmp_path)
-    config = Config.model_validate({**config.model_dump(exclude_unset=True), "grpo": {**ROWS_OF_STEP, **section}})
-    with closing(load_method(config, options=Options(device="cpu"))) as method:
+    config = config_of({**config.model_dump(exclude_unset=True), "grpo": {**ROWS_OF_STEP, **section}})
+    with closing(load_method(prepare(config), options=Options(device="cpu"))) as method:
         assert method.epoch_note().endswith(f"3 prompts x 2 = 6 completions, {updates}")

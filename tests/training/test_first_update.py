@@ -34,7 +34,8 @@ def sharp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sharp_model(tmp_path_factory.mktemp("sharp"), num_hidden_layers=6)
 
 
-@pytest.mark.parametrize(("preset", "lora"), [("reinforce++", True), ("grpo", True), ("ppo", False)])
+@pytest.mark.parametrize(("preset", "lora"), [("grpo", True), ("reinforce++", True), ("ppo", False)])
+@pytest.mark.wide
 def test_in_bfloat16_the_kl_at_step_1_is_zero(
     preset: str, lora: bool, sharp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

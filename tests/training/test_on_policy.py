@@ -22,6 +22,7 @@ from tests.training.rows import loaded, trained
 from tinyrl.config.method_sections import GrpoConfig
 from tinyrl.generation.engines import FusedEngine
 from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.grpo import Grpo, group_relative, loss_options, without_spread
@@ -47,7 +48,7 @@ def loss_of(
     entropy: torch.Tensor | None = None,
     **fields: Any,
 ) -> Any:
-    section = GrpoConfig.model_validate({"preset": preset, "kl_coef": 0.0, **fields})
+    section = config_of({"method": "grpo", "grpo": {"preset": preset, "kl_coef": 0.0, **fields}}).grpo
     options = loss_options(section, max_new_tokens=LENGTHS, inexact=True)
     return policy_loss(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, inputs, counts, options)
 
@@ -186,7 +187,7 @@ def test_kl_per_response_is_a_mean_over_the_responses_that_count() -> None:
 
 
 def grpo(**settings: object) -> GrpoConfig:
-    return GrpoConfig.model_validate({"group_size": 2, **settings})
+    return config_of({"method": "grpo", "grpo": {"group_size": 2, **settings}}).grpo
 
 
 def test_a_kl_in_the_reward_counts_once_and_only_there() -> None:
@@ -321,6 +322,7 @@ def adapters(run: RunDir, steps: range) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
+@pytest.mark.wide
 def test_the_times_of_a_step_add_up_to_all_of_it(method: str, model: Path, tmp_path: Path) -> None:
     run = trained(running.config(method, model), tmp_path)
     for line in running.metrics(run)[1:]:

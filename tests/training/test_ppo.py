@@ -22,9 +22,10 @@ from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
+from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import resolve
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.policy_loss import Experience
@@ -174,6 +175,7 @@ def plain_nll(policy: Policy, text: Sequence[Example]) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "micro_batch_tokens"), [("adapter", 40), ("shared", 10_000)])
+@pytest.mark.wide
 def test_it_adds_its_gradient_to_that_of_ppo_and_no_other(
     kind: str, micro_batch_tokens: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +231,7 @@ PROMPTS, RESPONSES = [[5, 6, 7], [8, 9]], [[10, 11, 12], [13, 14]]
 
 
 def load(config: Config) -> Collector:
-    return load_collector(resolve(config), options=Options(device="cpu"))
+    return load_collector(prepare(resolve(config)), options=Options(device="cpu"))
 
 
 def values(collector: Collector) -> Tensor:
@@ -290,6 +292,7 @@ def with_vocabulary(source: Path, folder: Path, order: Callable[[list[str]], lis
 
 
 @pytest.mark.parametrize("of_run", [False, True], ids=["model", "run"])
+@pytest.mark.wide
 def test_a_critic_of_other_tokens_is_refused(of_run: bool, tiny: TinyModels, tmp_path: Path) -> None:
     """Of as many tokens, shifted by one or in another order; a model of another kind with the same tokens is taken."""
     models = {

@@ -15,6 +15,7 @@ from tests.training.rows import loaded, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.parallel import ALONE
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
 from tinyrl.training.launch import _check_alike
@@ -70,7 +71,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def config_of(name: str, tiny: TinyModels, folder: Path) -> Config:
+def named_config(name: str, tiny: TinyModels, folder: Path) -> Config:
     kind, method, sections = VARIANTS[name]
     if method == "distill":
         sections = {**sections, "teacher": {"path": str(tiny("qwen2")), **sections.get("teacher", {})}}
@@ -104,7 +105,7 @@ def last_state(run: RunDir, step: int) -> RunState:
 @pytest.mark.wide
 def test_stopped_and_resumed_is_bit_equal(name: str, tiny: TinyModels, folder: Path) -> None:
     """Stopped by SIGTERM at moments spread over the whole run: in sampling, in the update, in evaluations."""
-    settings = config_of(name, tiny, folder)
+    settings = named_config(name, tiny, folder)
     loading = running.SignalAt(None)
     with loading:  # a stop before this is one before there is a run
         method = loaded(settings)
@@ -177,7 +178,7 @@ class Unread:
 
 
 def test_a_single_process_compares_its_prompts_with_nobody() -> None:
-    config = Config.model_validate({"method": "grpo"})
+    config = config_of({"method": "grpo"})
     method: Any = SimpleNamespace(world=ALONE, collector=Unread(), config=config, row_fingerprints={})
     _check_alike(method, "step-000000")
     method.world = SimpleNamespace(size=2)

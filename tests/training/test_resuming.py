@@ -23,13 +23,16 @@ from tests.training.rows import chat_model, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
-from tinyrl.errors import Interrupted
 from tinyrl.models.device import python_rng
+from tinyrl.models.kernels import Kernels
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.tokens import DATE
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import _with_date
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.launched import Options
+from tinyrl.runs.resolve import changed_config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers
 from tinyrl.training import launch as launching
@@ -162,7 +165,13 @@ def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(
 
     options = Options(device="cpu")
     launch = launching.start(
-        settings, options=options, output_dir=str(tmp_path), name="run", overwrite=False, command=[], on_step=edit
+        prepare(settings),
+        options=options,
+        output_dir=str(tmp_path),
+        name="run",
+        overwrite=False,
+        command=[],
+        on_step=edit,
     )
     assert launch.go(report=running.report) == 75
     run = launch.folder
@@ -206,8 +215,7 @@ def append_row(folder: Path) -> None:
 
 
 def test_a_row_that_max_samples_leaves_out_may_be_appended(model: Path, tmp_path: Path) -> None:
-    settings = reads_files(model, tmp_path)
-    settings.task.max_samples = 8
+    settings = reads_files(model, tmp_path).with_setting("task.max_samples", 8)
     run = stopped_in_update(settings, tmp_path)
     append_row(tmp_path)
     assert running.go_on(run) == 0
@@ -280,7 +288,7 @@ def test_a_run_whose_file_goes_after_loading_is_saved_and_a_resume_asks(
     monkeypatch.setattr(launching, "read_sources", read_sources)
     weights.write_bytes(content)
     with pytest.raises(ValueError, match=r"model\.safetensors has no hash"):
-        running.go_on(run, config=run.read_config(["run.num_steps=2"]))
+        running.go_on(run, config=changed_config(run, ["run.num_steps=2"]))
 
 
 def test_a_run_without_its_checkpoints_is_refused_unless_it_is_at_the_beginning(model: Path, tmp_path: Path) -> None:
@@ -303,7 +311,7 @@ def test_a_run_without_its_checkpoints_is_refused_unless_it_is_at_the_beginning(
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(steps: int, first: RunDir, tmp_path: Path) -> None:
     """Finished, or not: one byte more in each."""
     run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
-    run.write_config(run.read_config([f"run.num_steps={steps}"]))
+    run.write_config(changed_config(run, [f"run.num_steps={steps}"]))
     for checkpoint in checkpoints.list_checkpoints(run.checkpoints):
         with (checkpoint / "adapter_model.safetensors").open("ab") as file:
             file.write(b"\0")
@@ -438,7 +446,7 @@ def test_a_resume_under_new_settings_that_fails_to_load_leaves_the_run_as_it_was
     def fail(*_: Any, **__: Any) -> None:
         raise Interrupted("SIGTERM")
 
-    changed = run.read_config(["grpo.kl_coef=0.1", "grpo.num_epochs=2"])
+    changed = changed_config(run, ["grpo.kl_coef=0.1", "grpo.num_epochs=2"])
     for where in ("tinyrl.training.run.restore_rng", "tinyrl.training.grpo.Grpo.sample_groups"):
         before = contents(run)
         with monkeypatch.context() as patch:
@@ -501,7 +509,7 @@ def test_a_resume_goes_on_and_says_that_env_json_is_damaged(
         if damage:
             (run.path / "env.json").write_text("{")
         capsys.readouterr()
-        settings = run.read_config([f"run.num_steps={num_steps}", "optim.schedule=constant"])
+        settings = changed_config(run, [f"run.num_steps={num_steps}", "optim.schedule=constant"])
         assert running.go_on(run, config=settings, allow_config_change=True) == 0
         assert ("env.json" in capsys.readouterr().err) == damage
 
@@ -564,6 +572,7 @@ def test_a_fork_with_another_critic_drops_the_moments_of_the_old_one_and_says_so
     [
         ("@7", "run.num_steps=9", "step 7"),
         ("", "optim.learning_rate=1", "run.num_steps"),
+        ("@2", "run.num_steps=2", "counts from step 0.*: 3 or more"),
         ("@1", "model.path=gone", "gone"),
         ("@1", "lora.r=3", "lora"),
     ],
@@ -572,6 +581,29 @@ def test_a_refused_fork_leaves_no_folder(at: str, override: str, problem: str, f
     with pytest.raises(ValueError, match=problem):
         forked(f"{first.path}{at}", override, output_dir=tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_fork_under_another_preset_has_all_of_it_and_says_what_follows(
+    first: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = forked(f"{first.path}@2", "grpo.preset=dr_grpo", output_dir=tmp_path)
+    now = new.read_config().grpo
+    assert (now.aggregation, now.advantage_scale, now.clip_eps_high) == ("constant", "none", 0.2)
+    said = [line for line in capsys.readouterr().err.splitlines() if "grpo.aggregation" in line]
+    assert len(said) == 1
+    assert "follows from grpo.preset" in said[0]
+
+
+def test_a_fork_takes_what_was_given_at_its_checkpoint(first: RunDir, tmp_path: Path) -> None:
+    """A change that the run accepted later is none of the fork's."""
+    old = RunDir(shutil.copytree(first.path, tmp_path / "changed"))
+    changed = changed_config(old, ["grpo.clip_eps=0.1", "run.num_steps=4"])
+    assert running.go_on(old, config=changed, allow_config_change=True) == 0
+    assert old.read_config().given.values["grpo"]["clip_eps"] == 0.1
+    earlier = forked(f"{old.path}@1", "grpo.preset=gspo", "run.num_steps=2", output_dir=tmp_path / "earlier")
+    later = forked(f"{old.path}@4", "grpo.preset=gspo", "run.num_steps=5", output_dir=tmp_path / "later")
+    assert earlier.read_config().grpo.clip_eps == 3e-4
+    assert later.read_config().grpo.clip_eps == 0.1
 
 
 def with_best(first: RunDir, folder: Path, *, step: int) -> RunDir:
@@ -630,7 +662,9 @@ def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -
             CheckpointState.read(tmp_path)
 
 
-# ---- the budget of micro-batches ----
+# ---- what was found on a device ----
+
+GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -656,3 +690,40 @@ def test_a_budget_is_kept_on_the_device_that_it_fits(
     run: Any = SimpleNamespace(policy=SimpleNamespace(micro_batches=budget, device=budget.device))
     Run._restore_budget(run, state)
     assert (budget.tokens, budget.unmeasured) == (tokens, unmeasured)
+
+
+@pytest.mark.parametrize(
+    ("there", "kept", "set_then", "rows"),
+    [
+        ("H200", 6, None, 6),
+        ("T4", 6, None, None),
+        (None, 6, None, None),
+        ("H200", 6, 12, None),
+        ("H200", None, None, None),
+    ],
+)
+def test_a_halved_limit_of_sampled_rows_is_kept_on_its_device(
+    there: str | None, kept: int | None, set_then: int | None, rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where generation.max_rows is another setting now, that one counts."""
+    monkeypatch.setattr("tinyrl.training.run.device_name", lambda device: "H200")
+    own: dict[str, Any] = {"micro_batch_tokens": 1, "micro_batch_device": there, "python_random": [], "records": {}}
+    before = {"generation": {"max_rows": set_then}}
+    state = CheckpointState(run=RunState(), sources=InputHashes(), config=before, max_rows=kept, **own)
+    restored: list[int] = []
+    run: Any = SimpleNamespace(
+        policy=SimpleNamespace(device=GPU),
+        config=SimpleNamespace(generation=SimpleNamespace(max_rows=None)),
+        method=SimpleNamespace(restore_max_rows=restored.append),
+    )
+    Run._restore_max_rows(run, state)
+    assert restored == ([] if rows is None else [rows])
+
+
+def test_what_was_found_on_a_device_goes_through_a_checkpoint(tmp_path: Path) -> None:
+    own: dict[str, Any] = {"micro_batch_tokens": 1, "python_random": [], "records": {}, "config": {}}
+    kernels = Kernels(varlen_attention=True)
+    found: dict[str, Any] = {"kernels": kernels, "kernels_place": "H200, torch 2.11", "max_rows": 6}
+    CheckpointState(run=RunState(), sources=InputHashes(), **own, **found).write(tmp_path)
+    kept = CheckpointState.read(tmp_path)
+    assert (kept.kernels, kept.kernels_place, kept.max_rows) == (kernels, "H200, torch 2.11", 6)

@@ -14,15 +14,15 @@ from tests import running
 from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
 from tests.training.rows import Row, loaded, row_config, talk, trained, write_rows
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import RewardConfig
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.tokens import token_ids
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.tasks.prompts import NO_LIMIT, prepare_prompts
 from tinyrl.training.rows import Example
 
@@ -187,9 +187,9 @@ def scores_in_ppo(
 ) -> dict[tuple[int, ...], float]:
     """The score that a PPO run with this reward model gives to each completion, by the tokens that the model reads."""
     data = str(write_rows(folder / "prompts.jsonl", ({"prompt": p} for p in PROMPTS)))
-    ppo = running.config("ppo", model, task={"name": "rows", "data": data, "max_samples": None})
-    ppo.reward = RewardConfig(model=str(reward))
-    collector = load_collector(ppo, options=Options(device="cpu"))
+    rows = {"name": "rows", "data": data, "max_samples": None}
+    ppo = running.config("ppo", model, task=rows, reward={"functions": [], "model": str(reward)})
+    collector = load_collector(prepare(ppo), options=Options(device="cpu"))
     read: list[list[int]] = []
     for owner, name in ((reward_models, "batch_of"), (Policy, "batch_of")):
         plain = getattr(owner, name)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from tests import running
 from tests.training.rows import chat_model, loaded
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import Options
+from tinyrl.process.launched import Options
 from tinyrl.tools.check import check
 from tinyrl.tools.export import export
 from tinyrl.training.saves import check_saves

@@ -14,13 +14,14 @@ from tests.policies import policy_of
 from tests.tiny_models import sharp_model, tiny_model
 from tests.training.rows import trained
 from tinyrl.config.schema import Config
-from tinyrl.errors import GuardStop, OutOfRoom
 from tinyrl.models.batch import Batch, Example
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.parallel import World, sum_step
 from tinyrl.models.policy import Policy
+from tinyrl.process.errors import GuardStop, OutOfRoom
+from tinyrl.runs.resolve import config_of
 from tinyrl.training.step import (
     Pass,
     RoleOptimizer,
@@ -114,8 +115,14 @@ def test_a_schedule_is_a_function_of_the_step(schedule: str, warmup: int, factor
 
 @pytest.mark.parametrize(("warmup", "said"), [(5, True), (4, False), (0, False)])
 def test_a_warm_up_that_outlasts_the_run_is_said(warmup: int, said: bool):
-    config = Config.model_validate({"method": "grpo", "run": {"num_steps": 4}, "optim": {"warmup_steps": warmup}})
+    config = config_of({"method": "grpo", "run": {"num_steps": 4}, "optim": {"warmup_steps": warmup}})
     assert len(schedule_notes(config)) == int(said)
+
+
+@pytest.mark.parametrize(("warmup", "said"), [(4, True), (3, False)])
+def test_a_critic_s_warm_up_as_long_as_the_run_is_said(warmup: int, said: bool):
+    config = config_of({"method": "ppo", "run": {"num_steps": 4}, "critic": {"warmup_steps": warmup}})
+    assert any("critic.warmup_steps" in note for note in schedule_notes(config)) is said
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import dump_config
-from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import Asked, find, trained_on
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import open_run
 from tinyrl.workers import foreign_code
 from tinyrl.workers.foreign_code import tell_code
@@ -39,7 +39,7 @@ def run_with(folder: Path, code: Path, **sections: object) -> Path:
     (code / "mine.py").write_text(TASK)
     functions = [{"use": f"{code / 'rewards.py'}:size"}]
     values = {"method": "grpo", "task": {"name": f"{code / 'mine.py'}:TASK"}, "reward": {"functions": functions}}
-    (folder / "config.yaml").write_text(dump_config(Config.model_validate(values | sections)))
+    (folder / "config.yaml").write_text(dump_config(config_of(values | sections)))
     line = {"step": 1, "prompts": [[0, "a key", 4, 0]]}
     (folder / "prompts.jsonl").write_text(json.dumps(line) + "\n")
     (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import varied_reward
-from tinyrl.errors import CodeChanged
+from tinyrl.process.errors import CodeChanged
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import loading
 from tinyrl.workers.loading import parse_use, use_of

@@ -1,1 +1,1 @@
-"""The command line: commands, checks before torch is loaded, errors as sentences and exit codes."""
+"""The command line: commands, errors as sentences and exit codes."""

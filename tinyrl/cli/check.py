@@ -10,35 +10,48 @@ from pathlib import Path
 import typer
 
 from tinyrl.cli.options import Json, settings_argument
-from tinyrl.cli.train import config_of
+from tinyrl.cli.together import Excludes, Needs, Rule, refuse
+from tinyrl.cli.train import typed_config
+from tinyrl.config.refusal import refusals_at
+from tinyrl.process.launched import Options
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
-from tinyrl.runs.launched import Options
 from tinyrl.runs.records import json_safe, read_run
 from tinyrl.runs.run_dir import named_run, open_run
+
+SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples
+WITH_MODELS = (*SAMPLING, "--minutes")
+OF_CHECK: tuple[Rule, ...] = (
+    Needs("--memory", ("--offline",), "it is the memory of another machine"),
+    Excludes("--offline", ("--quick", *WITH_MODELS), "it is arithmetic, without rows and models"),
+    Excludes("--quick", WITH_MODELS, "it loads no model"),
+)
 
 
 def check(
     words: list[str] = settings_argument("as for `tinyrl train`; recipes name a method", before="[METHOD] [RECIPE] "),
     quick: bool = typer.Option(False, "--quick", help="stop before a weight is loaded"),
     offline: bool = typer.Option(False, "--offline", help="arithmetic alone, for this machine or --memory"),
-    memory: str | None = typer.Option(None, metavar="24GB", help="with --offline: memory of another machine's GPU"),
+    memory: str | None = typer.Option(
+        None, metavar="GB", help="with --offline: GPU memory of another machine, such as 24"
+    ),
     prompts: int = typer.Option(64, min=1, help="most training prompts to sample from"),
     samples: int | None = typer.Option(None, min=2, help="completions of each; default: a group, at least 8"),
     minutes: float = typer.Option(
         2.0, min=0.01, help="for sampling and the largest step: what takes longer is left out"
     ),
-    write: Path | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
+    write: str | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
     json_output: Json = False,
     *,
     options: Options,
+    context: typer.Context,
 ) -> int:
     """Report whether a run will work and what it costs. Exit code 3: a finding would keep it from learning."""
-    if memory is not None and not offline:
-        raise ValueError("--memory needs --offline: it is the memory of a machine that is not here")
     begun = time.perf_counter()
     sections = []
-    config = config_of(words, reads_rows=not offline)
+    config = typed_config(words)
+    if not config.samples:
+        refuse(context, SAMPLING, f"on `{config.method}`, which samples nothing")
     from tinyrl.tools import check as page  # with the tasks: not for --help
 
     checked = page.check(
@@ -47,15 +60,16 @@ def check(
         quick=quick,
         offline=offline,
         memory=memory,
-        write=write,
+        write=None if write is None else Path(write),
         prompts=prompts,
         samples=samples,
         minutes=minutes,
     )
-    for section in checked:
-        sections.append(section)
-        if not json_output:
-            print(section.render(), flush=True)
+    with refusals_at(config.given.places):
+        for section in checked:
+            sections.append(section)
+            if not json_output:
+                print(section.render(), flush=True)
     found = [finding for section in sections for finding in section.findings]
     if json_output:
         facts = {section.name: section.facts for section in sections}

@@ -11,14 +11,14 @@ import gc
 import shlex
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import tinyrl
 from tinyrl.cli import check, evaluate, show, take, train
-from tinyrl.cli.options import CommandWithSettings, command, user_errors
-from tinyrl.runs.launched import launched
+from tinyrl.cli.options import CommandWithSettings, command, training_command, user_errors
+from tinyrl.process.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
 
@@ -45,18 +45,28 @@ def version(
             raise ValueError(f"`{alone}` works in one process, and several were launched (WORLD_SIZE)")
 
 
-def add(name: str, function: Callable[..., Any], summary: str, *, trains: bool = False) -> None:
+def add(name: str, wrapped: Callable[..., None], summary: str) -> None:
     """Add a command; `summary` is its line in `tinyrl --help`, which would cut the help itself."""
-    app.command(name, cls=CommandWithSettings, short_help=summary)(command(function, trains=trains))
+    app.command(name, cls=CommandWithSettings, short_help=summary)(wrapped)
 
 
-add("train", train.train, "Train a model: grpo, ppo, distill, sft, reward or dpo.", trains=True)
-add("check", check.check, "Report whether a run will work and what it costs.", trains=True)
-add("eval", evaluate.evaluate, "Evaluate policies or reward models on held-out rows.")
-add("doctor", check.doctor, "Diagnose a run by its metrics: what is wrong, what to change.")
-add("export", take.export, "Write the policy as a folder for other libraries, or one model.")
-add("chat", take.chat, "Talk to a policy or a model.")
-add("serve", take.serve, "Answer OpenAI clients with a policy or a model.")
-add("report", show.report, "Write report.html and report.png of a run, or of several.")
-add("show", show.show, "Show the checkpoints, samples or training prompts of a run.")
-add("list", show.list_names, "List settings, recipes or tasks.")
+add(
+    "train",
+    training_command(train.train, rules=train.OF_TRAIN),
+    "Train a model: grpo, ppo, distill, sft, reward or dpo.",
+)
+add(
+    "check", command(check.check, stops=True, rules=check.OF_CHECK), "Report whether a run will work and what it costs."
+)
+add("eval", command(evaluate.evaluate), "Evaluate policies or reward models on held-out rows.")
+add("doctor", command(check.doctor), "Diagnose a run by its metrics: what is wrong, what to change.")
+add(
+    "export",
+    command(take.export, rules=take.OF_EXPORT),
+    "Write the policy as a folder for other libraries, or one model.",
+)
+add("chat", command(take.chat), "Talk to a policy or a model.")
+add("serve", command(take.serve), "Answer OpenAI clients with a policy or a model.")
+add("report", command(show.report), "Write report.html and report.png of a run, or of several.")
+add("show", command(show.show, rules=show.OF_SHOW), "Show the checkpoints, samples or training prompts of a run.")
+add("list", command(show.list_names), "List settings, recipes or tasks.")

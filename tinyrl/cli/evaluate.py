@@ -13,8 +13,9 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.dropped import dropped_warning
-from tinyrl.runs.launched import Options, launched
+from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
+from tinyrl.runs.run_dir import OwnSide
 from tinyrl.text import format_number, hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
@@ -40,9 +41,8 @@ def evaluate(
     One target: its numbers, with --vs beside another's, paired by prompt. Several policies: one table of reward, KL,
     length and win rates against --vs, all judged alike.
     """
-    from tinyrl.cli.preflight import check_evaluation  # with the tasks: not for --help
-    from tinyrl.evaluation.targets import Asked, check_side
-    from tinyrl.runs.run_dir import OWN_SIDES
+    from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation  # with the tasks: not for --help
+    from tinyrl.evaluation.targets import Asked
 
     settings = tuple(word for word in words if "=" in word and not os.path.exists(word))
     targets = [word for word in words if word not in settings]
@@ -50,24 +50,18 @@ def evaluate(
     if not targets:
         raise ValueError("which run, checkpoint or model? tinyrl eval RUN [section.key=value]...")
     if len(targets) == 1:
-        check_evaluation(targets[0], asked, vs=vs)
+        prepared = prepare_evaluation(targets[0], asked, vs=vs)
         announce_loading(targets)
         from tinyrl.tools.compare import evaluate_target  # with torch
 
-        result = evaluate_target(targets[0], asked, vs=vs, options=options)
+        result = evaluate_target(prepared, options=options)
     else:
         targets = targets if vs is None else [vs, *targets]
-        if targets[0] in OWN_SIDES:
-            check_side(targets[0])
-            raise ValueError(f"--vs {vs} is of one run; several are compared with a run, a checkpoint or a model")
-        for option in ["--split train"] * (split != "eval") + ["--save-samples"] * (save_samples is not None):
-            raise ValueError(f"{option} is for one target, and these are {len(targets)}")
-        for target in targets:
-            check_evaluation(target, asked, vs=targets[0])
+        prepared = prepare_comparison(targets, asked)
         announce_loading(targets)
         from tinyrl.tools.compare import compare  # with torch
 
-        result = compare(targets, asked, options=options)
+        result = compare(prepared, options=options)
     if launched().rank == 0:
         print(render(result, as_json=json_output, columns=terminal_columns()))
 
@@ -132,7 +126,7 @@ def _start_of(sides: list[dict[str, Any]]) -> str:
     """Return whose start the KL of the sides is to: a run's own base or start has the run's reference."""
     if len(sides) == 1:
         return "it"
-    return sides[0]["target"] if sides[1]["target"] in ("base", "start") else "each"
+    return sides[0]["target"] if sides[1]["target"] in (OwnSide.BASE, OwnSide.START) else "each"
 
 
 def table_lines(names: list[str], table: dict[str, list[str]], columns: int | None) -> list[str]:

@@ -11,16 +11,18 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
-from tinyrl.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
-from tinyrl.runs.launched import Options
-from tinyrl.runs.signals import StopFlag
+from tinyrl.cli.together import Rule, check_not_empty, check_together
+from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.text import escape_control, mask_url
 
 if TYPE_CHECKING:
@@ -87,39 +89,66 @@ def method_typed(args: list[str]) -> str | None:
     return None
 
 
-def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[..., None]:
+def command(
+    function: Callable[..., int | None], *, stops: bool = False, rules: Sequence[Rule] = ()
+) -> Callable[..., None]:
     """Wrap a function as a command: errors become messages and exit codes, and it gets --debug.
 
     A function with a parameter `options` loads models, and gets --device and --trust-remote-code. It may return its
-    exit code, or a function that trains and returns it. trains: a signal sets a flag, so that a step can end.
+    exit code. One with a parameter `context` gets typer's. stops: a signal sets a flag, so that a piece of work can
+    end; rules: which of its options go together.
     """
+    return _wrapped(function, lambda code, debug: code or 0, stops=stops, rules=rules)
+
+
+def training_command(
+    function: Callable[..., Callable[[], int] | None], *, rules: Sequence[Rule] = ()
+) -> Callable[..., None]:
+    """Wrap a function that prepares a run and returns what trains it (None: nothing is left to do) as a command, which
+    ends with the exit code of the training.
+    """
+
+    def train(run: Callable[[], int] | None, debug: bool) -> int:
+        if run is None:
+            return 0
+        with user_errors(debug, training=True):
+            return run()
+
+    return _wrapped(function, train, stops=True, rules=rules)
+
+
+def _wrapped(
+    function: Callable[..., Any], finish: Callable[[Any, bool], int], *, stops: bool, rules: Sequence[Rule]
+) -> Callable[..., None]:
+    """Wrap a function as a command; finish: makes the exit code of what it returned, and of --debug."""
     signature = inspect.signature(function, eval_str=True)
     loads = "options" in signature.parameters
-    parameters = [one for one in signature.parameters.values() if one.name != "options"]
+    parameters = [one for one in signature.parameters.values() if one.name not in ("options", "context")]
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
     parameters += [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, (kind, default) in ({**(SHARED if loads else {}), "debug": (Debug, False)}).items()
     ]
 
-    def run(*, debug: bool, **given: Any) -> None:
+    def run(*, debug: bool, context: typer.Context, **given: Any) -> None:
         code: int | None = None
         try:
-            with StopFlag() if trains else nullcontext():
+            with StopFlag() if stops else nullcontext():
                 with user_errors(debug):
+                    check_not_empty(context)
+                    check_together(context, rules)
+                    given = {name: _with_home(value) for name, value in given.items()}
+                    if "context" in signature.parameters:
+                        given["context"] = context
                     if loads:
                         configure_libraries()
                         given["options"] = Options(given.pop("device"), given.pop("trust_remote_code"))
-                    result: Any = function(**given)
-                with user_errors(debug, training=True):
-                    ended: Any = result() if callable(result) else result
-                    code = ended or 0
+                    result = function(**given)
+                code = finish(result, debug)
         except typer.Exit as end:
             code = end.exit_code
-        finally:  # the other processes of a launch do not wait for this one
-            if connected_world() is not None:
-                if code is None:  # a bug, whose traceback would be lost
-                    traceback.print_exc()
-                sys.modules["tinyrl.models.parallel"].leave(1 if code is None else code)
+        finally:
+            _leave_launch(code)
         raise typer.Exit(code or 0)
 
     run.__name__ = function.__name__
@@ -127,6 +156,24 @@ def command(function: Callable[..., Any], *, trains: bool = False) -> Callable[.
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     run.__signature__ = signature.replace(parameters=parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _leave_launch(code: int | None) -> None:
+    """End this process of a launch of several, which do not wait for each other. code: None for a bug."""
+    if connected_world() is None:
+        return
+    if code is None:  # its traceback would be lost
+        traceback.print_exc()
+    sys.modules["tinyrl.models.parallel"].leave(1 if code is None else code)
+
+
+def _with_home(value: Any) -> Any:
+    """Return an argument with the home folder for a leading ~, which the shell leaves as in --output-dir=~/runs."""
+    if isinstance(value, list):
+        return [_with_home(one) for one in value]
+    if isinstance(value, str):
+        return os.path.expanduser(value)
+    return value.expanduser() if isinstance(value, Path) else value
 
 
 def connected_world() -> World | None:

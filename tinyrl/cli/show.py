@@ -8,11 +8,21 @@ from typing import Literal
 
 import typer
 
+from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_recipes
 from tinyrl.config.settings import describe_settings
 from tinyrl.runs import show as shown
 from tinyrl.runs.run_dir import open_run
 from tinyrl.text import hang, terminal_columns
+
+OF_SAMPLES = ("--samples", "--step", "--kind", "--worst", "--unsolved", "--prompt")
+OF_PROMPTS = ("--prompts", "--export-hard")
+OF_SHOW: tuple[Rule, ...] = (
+    *(Excludes(option, (*OF_PROMPTS, "--json"), "it shows samples") for option in OF_SAMPLES),
+    *(Excludes(option, ("--json",), "it shows training prompts") for option in OF_PROMPTS),
+    Needs("--num", (*OF_SAMPLES, *OF_PROMPTS), "it counts samples or prompts"),
+    Excludes("--prompt", ("--worst", "--unsolved"), "it shows one sample per step", unless=("--step",)),
+)
 
 
 def report(

@@ -9,11 +9,13 @@ from typing import Annotated, Literal
 import typer
 
 from tinyrl.cli.options import TrustRemoteCode, configure_libraries, settings_argument
-from tinyrl.runs.launched import Options
+from tinyrl.cli.together import Needs, Rule
+from tinyrl.process.launched import Options
 
 KEY = "TINYRL_KEY"
 Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+OF_EXPORT: tuple[Rule, ...] = (Needs("--private", ("--push",), "it is about the repository on the hub"),)
 
 
 def export(
@@ -26,8 +28,6 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
-    if private and push is None:
-        raise ValueError("--private is for --push USER/NAME")
     configure_libraries()
     from tinyrl.tools import export as exporting  # with torch
 
@@ -65,7 +65,7 @@ def chat(
 
 def serve(
     target: Target,
-    settings: list[str] | None = settings_argument("settings of task and generation", default=None),
+    settings: list[str] | None = settings_argument("generation.*, task.chat_template_kwargs", default=None),
     port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free"),
     host: str = typer.Option("127.0.0.1", help=f"other than this machine's own needs a key, in {KEY}"),
     max_rows: int = typer.Option(32, min=1, max=4096, help="completions decoded at a time"),
@@ -75,9 +75,9 @@ def serve(
     """Answer clients of OpenAI and Anthropic with a policy or a model: chat/completions, completions, responses,
     messages and models at /v1.
     """
-    from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
+    from tinyrl.evaluation.targets import SERVE, policy_at  # with the tasks: not for --help
 
-    found = policy_at(target, settings or [])
+    found = policy_at(target, settings or [], takes=SERVE)
     announce_loading(target)
     try:
         from tinyrl.tools.serve import listen, serve  # with torch, and the extra `serve`

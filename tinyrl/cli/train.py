@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from tinyrl.cli.options import settings_argument
+from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
-from tinyrl.errors import ExplainedByCheck, OutOfRoom
-from tinyrl.runs.launched import Options, launched
+from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
+from tinyrl.process.launched import Options, launched
 from tinyrl.runs.run_dir import check_new_run, open_run
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+
+OF_A_NEW_RUN = ("METHOD", "--name", "--output-dir", "--overwrite", "--from")
+OF_TRAIN: tuple[Rule, ...] = (
+    Excludes("--resume", OF_A_NEW_RUN, "the run goes on as it is, with settings as section.key=value at most"),
+    Excludes("--from", ("METHOD", "--overwrite"), "method and recipe are those of the run it starts from"),
+    Needs("--allow-config-change", ("--resume",), "it allows other settings in a run that goes on"),
+)
 
 
 def train(
@@ -37,48 +45,42 @@ def train(
 ) -> Callable[[], int] | None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
-    other = [word for word in words if "=" not in word]
-    if overwrite:
-        other.append("--overwrite")
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
-    of_a_new_run = bool(other) or name is not None or origin is not None or output_dir is not None
-    if resume is not None and of_a_new_run:
-        raise ValueError("--resume goes on with a run as it is: besides settings it takes nothing that is of a new run")
-    if resume is None and allow_config_change:
-        raise ValueError("--allow-config-change is for going on with a run: tinyrl train --resume RUN")
     if resume is not None:
-        from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+        from tinyrl.runs.resolve import changed_config
         from tinyrl.workers.foreign_code import tell_code
 
         opened = open_run(resume, writes=main)
-        config = opened.read_config(words)
+        config = changed_config(opened, words)
         tell_code(opened.path, config)
-        check_before_loading(config)
+        prepared = prepare(config)
         from tinyrl.training import launch  # with torch
 
-        run = launch.resume(
-            opened, options=options, config=config, allow_config_change=allow_config_change, until=until
-        )
+        run = launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
             return None
     elif origin is not None:
-        if other or launched().world_size > 1:
-            raise ValueError("--from takes section.key=value, --name, --output-dir and --until, in one process")
+        if launched().world_size > 1:
+            raise ValueError("--from works in one process: leave the launcher out")
         from tinyrl.training import launch  # with torch
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
-        config = config_of(words)
+        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+
+        config = typed_config(words)
         output_dir = output_dir or "runs"
         if main:
             check_new_run(output_dir, name=name, overwrite=overwrite)
+        prepared = prepare(config)
         from tinyrl.training import launch  # with torch
 
         try:
-            run = launch.start(config, output_dir=output_dir, overwrite=overwrite, **how)
+            run = launch.start(prepared, output_dir=output_dir, overwrite=overwrite, **how)
         except (ExplainedByCheck, OutOfRoom) as error:
             advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
             raise type(error)(f"{error}\n{advice}") from error
@@ -92,13 +94,12 @@ def print_note(sentence: str) -> None:
         print(f"note: {sentence}", file=sys.stderr)
 
 
-def config_of(words: list[str], *, reads_rows: bool = True) -> Config:
-    """Load the configuration that the command line asks for, and check what can be checked without torch."""
-    from tinyrl.cli.preflight import check_before_loading  # with the tasks: not for --help
+def typed_config(words: list[str]) -> Config:
+    """Load the configuration that the command line asks for."""
+    from tinyrl.runs.resolve import model_facts
 
     method, words = method_of(words)
     has_recipe = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))
     recipe = words[0] if has_recipe else None
-    config = load_config(method, recipe, overrides=words[1:] if has_recipe else words, note=print_note)
-    check_before_loading(config, reads_rows=reads_rows)
-    return config
+    overrides = words[1:] if has_recipe else words
+    return load_config(method, recipe, overrides=overrides, note=print_note, facts=model_facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 
-from tinyrl.config.recipe import build_config
+from tinyrl.config.derive import derive_over
 from tinyrl.config.schema import Config
 
 
@@ -15,10 +15,9 @@ def working_advice(
     """Return the first of some advices that works, as one types it; None where none does. An advice is overrides, which
     the other settings must allow; works: whether what was wrong is right under the changed ones.
     """
-    values = config.model_dump()
     for overrides in advices:
         try:
-            changed = build_config(values, overrides)
+            changed = derive_over(config, overrides)
         except ValueError:
             continue
         if works(changed):

@@ -1,8 +1,10 @@
 """Marks of a setting, written beside its type: what its text names, when it counts, and whether numbers depend on it.
 
     data: Annotated[Text | None, Names("rows")] = Field(...)
-    r: Annotated[int, OnlyIf("model.adapter is null", why="the adapter has its own rank")] = Field(...)
+    r: Annotated[int, FRESH] = Field(...)
     save_every: Annotated[int, OnlyKeeps()] = Field(...)
+
+    FRESH = OnlyIf(lambda config: config.model.adapter is None, "model.adapter is null", why="the adapter has its own")
 
 Absolute paths, the checks before torch is imported, the hashes that a resume compares and the masking of URLs are each
 one loop over the values that `find_named` and `replace_named` yield.
@@ -10,19 +12,17 @@ one loop over the values that `find_named` and `replace_named` yield.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Annotated, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tinyrl.config.task_files import has_turns, searches
 from tinyrl.text import is_address
 
-CONSTANTS: dict[str, Any] = {"null": None, "true": True, "false": False, "[]": []}  # of conditions; else text
-KINDS_OF_TASKS = {"a task with turns": has_turns, "a task that searches": searches}  # of conditions
+if TYPE_CHECKING:
+    from tinyrl.config.schema import Config
+
 KINDS = ("model", "rows", "code", "server", "file")
 
 
@@ -82,37 +82,19 @@ class Named:
 class OnlyIf:
     """Mark a field that counts only where a condition on other settings holds.
 
-    condition: clauses "SETTING is VALUE", "SETTING is not VALUE" or "SETTING > NUMBER", joined by "and", and these by
-    "or"; SETTING is section.name, `method`, or a name in the field's own section; VALUE may be one of KINDS_OF_TASKS.
-    why: what is so where it does not hold, for people.
+    holds: the condition; words: the same for people; why: what is so where it does not hold. of_method: it is about the
+    method, so a recipe for several methods may have the setting. remedy: an override under which it holds.
     """
 
-    condition: str
+    holds: Callable[[Config], bool]
+    words: str
     why: str
-
-    def full(self, section: str) -> str:
-        """Return the condition of a field of `section` with the whole names of settings."""
-        return re.sub(r"(?:^|(?<= or )|(?<= and ))(?!method )(\w+)(?= (?:is|>) )", rf"{section}.\1", self.condition)
-
-    def holds(self, config: Any, section: str) -> bool:
-        alternatives = self.full(section).split(" or ")
-        return any(all(_clause_holds(one, config) for one in each.split(" and ")) for each in alternatives)
+    of_method: bool = False
+    remedy: str | None = None
 
 
 class OnlyKeeps:
     """Mark a field of what a run keeps: no weight and no metric depends on it, so a resume may give another value."""
-
-
-def _clause_holds(clause: str, config: Any) -> bool:
-    match = re.fullmatch(r"(\S+) (is not|is|>) (.+)", clause)
-    assert match, f"no condition: {clause!r}"
-    setting, relation, text = match.groups()
-    value = attrgetter(setting)(config)
-    if relation == ">":
-        return value > float(text)
-    is_of_kind = KINDS_OF_TASKS.get(text)
-    equal = value == CONSTANTS.get(text, text) if is_of_kind is None else is_of_kind(value)
-    return equal is (relation == "is")
 
 
 def replace_named(values: dict[str, Any], change: Callable[[Named], str], *, schema: type[BaseModel]) -> dict[str, Any]:

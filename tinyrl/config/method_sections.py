@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinyrl.config.marks import Names, OnlyIf
 from tinyrl.config.sections import (
@@ -28,15 +28,28 @@ Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask", "none"]
 PairLoss = Literal["sigmoid", "ipo", "ipo_sum", "kto", "orpo", "simpo"]
 Smoothing = Annotated[float, Field(ge=0, lt=0.5)]
 GroupSize = Annotated[int, Field(ge=1, le=100_000)]
-CLIPS = OnlyIf("surrogate is not cispo", why="CISPO caps the ratio and clips none")
+CLIPS = OnlyIf(
+    lambda config: config.grpo.surrogate != "cispo",
+    "grpo.surrogate is not cispo",
+    why="CISPO caps the ratio and clips none",
+)
+GROUPED = OnlyIf(
+    lambda config: config.grpo.advantage == "group", "grpo.advantage is group", why="other advantages have no scale"
+)
+SHARED_CRITIC = OnlyIf(
+    lambda config: config.critic.kind == "shared", "critic.kind is shared", why="the critic has a loss alone"
+)
+LEARNS_PTX = OnlyIf(lambda config: config.ppo.ptx_coef > 0, "ppo.ptx_coef > 0", why="nothing is learnt from it")
+SIGMOID = OnlyIf(
+    lambda config: config.dpo.loss == "sigmoid", "dpo.loss is sigmoid", why="other losses have no such term"
+)
+SIMPO = OnlyIf(lambda config: config.dpo.loss == "simpo", "dpo.loss is simpo", why="other losses have no such term")
+GRPO_KL = OnlyIf(lambda config: config.grpo.kl_coef > 0, "grpo.kl_coef > 0", why="there is no KL")
+PPO_KL = OnlyIf(lambda config: config.ppo.kl_coef > 0, "ppo.kl_coef > 0", why="there is no KL")
 
-Presets = dict[str, dict[str, Any]]  # values of fields; the first preset has all, others the differences from it
+Presets = dict[str, dict[str, Any]]  # by preset, the fields that differ from the defaults of the section
 PRESETS: Presets = {
-    "dapo": {
-        "num_prompts": 32, "num_epochs": 1, "minibatch_size": None, "surrogate": "clip", "advantage": "group",
-        "advantage_scale": "std", "reward_aggregation": "sum", "clip_eps": 0.2,
-        "clip_eps_high": 0.28, "aggregation": "token", "kl_coef": 0.0, "kl_estimator": "k3",
-    },
+    "dapo": {},
     "grpo": {"clip_eps_high": 0.2, "aggregation": "sequence", "kl_coef": 0.04},
     "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
     "gspo": {"surrogate": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
@@ -49,10 +62,7 @@ PRESETS: Presets = {
                              "kl_estimator": "k2"},
 }  # fmt: skip
 PPO_PRESETS: Presets = {
-    "ppo": {
-        "num_prompts": 128, "num_epochs": 4, "minibatch_size": 64, "clip_eps": 0.2, "value_clip_eps": 0.2,
-        "gae_lambda": 0.95, "kl_coef": 0.05, "kl_estimator": "k1", "whiten_advantages": True,
-    },
+    "ppo": {},
     "a2c": {"num_epochs": 1, "minibatch_size": None, "value_clip_eps": None, "gae_lambda": 1.0,
             "whiten_advantages": False},
 }  # fmt: skip
@@ -69,18 +79,24 @@ class OnPolicySection(Section):
         return self.num_prompts * self.group_size
 
 
-class PolicyGradientSection(OnPolicySection):
-    """Fields of GRPO and PPO; the preset gives those without a default their values."""
+# Settings of GRPO and PPO with defaults of their own, for which a preset may have other values.
+NumEpochs = Annotated[Epochs, Field(description="passes over one rollout")]
+MinibatchSize = Annotated[Positive | None, Field(description="sequences per optimizer step; null: the whole rollout")]
+KlCoef = Annotated[NonNegativeFloat, Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")]
+KlEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="k1: KL in the reward; k3 or k2: KL in the loss")]
 
-    presets: ClassVar[Presets]
+
+class PolicyGradientSection(OnPolicySection):
+    """Fields of GRPO and PPO."""
+
     preset: Any
-    num_epochs: Epochs = Field(description="passes over one rollout")
-    minibatch_size: Positive | None = Field(description="sequences per optimizer step; null: the whole rollout")
-    clip_eps: Rate = Field(description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)")
-    kl_coef: NonNegativeFloat = Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
-        description="k1: KL in the reward; k3 or k2: KL in the loss"
+    num_epochs: NumEpochs = 1
+    minibatch_size: MinibatchSize = None
+    clip_eps: Rate = Field(
+        default=0.2, description="the ratio is clipped at 1 - clip_eps and 1 + clip_eps (grpo: clip_eps_high)"
     )
+    kl_coef: KlCoef = 0.0
+    kl_estimator: KlEstimator = "k3"
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
 
     @property
@@ -93,43 +109,35 @@ class PolicyGradientSection(OnPolicySection):
         """
         return self.kl_estimator == "k1"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_preset(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        first = next(iter(cls.presets))
-        preset = data.get("preset", first)
-        return {**cls.presets[first], **(cls.presets.get(preset, {}) if isinstance(preset, str) else {}), **data}
-
 
 class GrpoConfig(PolicyGradientSection):
-    presets = PRESETS
     preset: Literal[
         "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
     ] = Field(default="dapo", description="default values of the fields in this section")
     group_size: GroupSize = Field(default=8, description="completions per prompt")
     surrogate: Surrogate = Field(
-        description="clipped ratio of a token (PPO) or of the sequence (GSPO), or capped weight (CISPO)"
+        default="clip", description="clipped ratio of a token (PPO) or of the sequence (GSPO), or capped weight (CISPO)"
     )
-    clip_eps: Annotated[Rate, CLIPS] = Field(description="the ratio is clipped below at 1 - clip_eps")
+    clip_eps: Annotated[Rate, CLIPS] = Field(default=0.2, description="the ratio is clipped below at 1 - clip_eps")
     reward_aggregation: Literal["sum", "normalize-then-sum"] = Field(
-        description="compare the sum of the rewards with the group, or each reward by itself (GDPO)"
+        default="sum", description="compare the sum of the rewards with the group, or each reward by itself (GDPO)"
     )
     advantage: Advantage = Field(
-        description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch"
+        default="group",
+        description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch",
     )
-    advantage_scale: Annotated[Scale, OnlyIf("advantage is group", why="other advantages have no scale")] = Field(
-        description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
+    advantage_scale: Annotated[Scale, GROUPED] = Field(
+        default="std", description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
     )
     clip_eps_high: Annotated[PositiveFloat, CLIPS] = Field(
-        description="the ratio is clipped above at 1 + clip_eps_high"
+        default=0.28, description="the ratio is clipped above at 1 + clip_eps_high"
     )
-    kl_unbiased: Annotated[bool, OnlyIf("kl_coef > 0", why="there is no KL")] = Field(
+    kl_estimator: Annotated[KlEstimator, GRPO_KL] = "k3"
+    kl_unbiased: Annotated[bool, GRPO_KL] = Field(
         default=False, description="weigh k3 in the loss by the ratio: the gradient of the reverse KL, also off policy"
     )
     aggregation: Aggregation = Field(
-        description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
+        default="token", description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
     )
     importance_correction: Mismatch = Field(
         default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
@@ -141,23 +149,29 @@ class GrpoConfig(PolicyGradientSection):
 
 
 class PpoConfig(PolicyGradientSection):
-    presets = PPO_PRESETS
     preset: Literal["ppo", "a2c"] = Field(default="ppo", description="default values of the fields in this section")
-    value_clip_eps: PositiveFloat | None = Field(description="value clipping range (PPO2); null: plain squared error")
+    num_prompts: NumPrompts = Field(default=128, description="prompts per step")
+    num_epochs: NumEpochs = 4
+    minibatch_size: MinibatchSize = 64
+    kl_coef: KlCoef = 0.05
+    kl_estimator: Annotated[KlEstimator, PPO_KL] = "k1"
+    value_clip_eps: PositiveFloat | None = Field(
+        default=0.2, description="value clipping range (PPO2); null: plain squared error"
+    )
     gamma: Share = Field(default=1.0, description="discount factor")
-    gae_lambda: Share = Field(description="GAE lambda")
+    gae_lambda: Share = Field(default=0.95, description="GAE lambda")
     target_kl: PositiveFloat | None = Field(
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
-    value_coef: Annotated[NonNegativeFloat, OnlyIf("critic.kind is shared", why="the critic has a loss alone")] = Field(
+    value_coef: Annotated[NonNegativeFloat, SHARED_CRITIC] = Field(
         default=0.1, description="weight of the value loss under critic.kind=shared"
     )
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
-    ptx_data: Annotated[Text | None, Names("rows"), OnlyIf("ptx_coef > 0", why="nothing is learnt from it")] = Field(
+    ptx_data: Annotated[Text | None, Names("rows"), LEARNS_PTX] = Field(
         default=None, description="rows of text as sft reads them: a file, or a hub name"
     )
 
-    whiten_advantages: bool = Field(description="advantages of a step have mean 0 and variance 1")
+    whiten_advantages: bool = Field(default=True, description="advantages of a step have mean 0 and variance 1")
 
 
 class DistillConfig(OnPolicySection):
@@ -177,20 +191,13 @@ class RewardModelConfig(Section):
 
 class DpoConfig(Section):
     loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
-    beta: PositiveFloat = Field(description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Annotated[Smoothing, OnlyIf("loss is sigmoid", why="other losses have no such term")] = Field(
-        default=0.0, description="share of wrong labels (cDPO)"
-    )
-    target_margin: Annotated[NonNegativeFloat, OnlyIf("loss is simpo", why="other losses have no such term")] = Field(
+    beta: PositiveFloat = Field(default=0.1, description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
+    label_smoothing: Annotated[Smoothing, SIGMOID] = Field(default=0.0, description="share of wrong labels (cDPO)")
+    target_margin: Annotated[NonNegativeFloat, SIMPO] = Field(
         default=1.0, description="SimPO's gamma: target reward margin"
     )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
     max_tokens: Positive | None = Field(default=None, description="of prompt and answer together; null: by the model")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_beta(cls, data: Any) -> Any:
-        return {"beta": 2.0 if data.get("loss") == "simpo" else 0.1, **data} if isinstance(data, dict) else data
 
     @property
     def needs_reference(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.text import truncate
 
 
@@ -27,9 +28,10 @@ class Removed(NamedTuple):
         """Return whether nothing changes where a run or checkpoint has this value."""
         return self.is_fact or value == self.neutral
 
-    def refusal(self, setting: str, value: Any) -> str:
-        """Return the sentence that answers the setting, given with this value."""
-        return f"`{setting}` is {truncate(repr(value))}, and this setting was removed: {self.instead}"
+    def refusal(self, setting: str, value: Any) -> Refusal:
+        """Return the answer to the setting, given with this value."""
+        given = truncate(repr(value))
+        return Refusal((setting,), f"`{setting}` is {given}, and this setting was removed: {self.instead}")
 
 
 REMOVED: dict[str, Removed] = {

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tinyrl.config.marks import Names, OnlyIf, OnlyKeeps, RunKind
+from tinyrl.config.task_files import has_turns, searches
 from tinyrl.text import is_address, truncate
 
 MOST = 1_000_000_000  # of a count: more is a slip, and products of it overflow
@@ -72,27 +73,84 @@ class Section(BaseModel):
     """A group of fields; a field it does not know is an error, and so are NaN and infinity."""
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
 
-# Conditions that several settings have.
-LORA = OnlyIf("enabled is true", why="every weight is trained")
-FRESH = OnlyIf("model.adapter is null", why="the adapter has its own")
-LEARNS = OnlyIf("method is distill or kl_coef > 0", why="nothing is learnt from a teacher")
-SAMPLES = OnlyIf("method is grpo or method is ppo or method is distill", why="the method learns from given answers")
-SEARCHES = OnlyIf("name is search or name is null and task.name is a task that searches", why="nothing is searched")
+# When settings count.
+LORA = OnlyIf(lambda config: config.lora.enabled, "lora.enabled is true", why="every weight is trained")
+FRESH = OnlyIf(
+    lambda config: config.model.adapter is None,
+    "model.adapter is null",
+    why="the adapter has its own",
+    remedy="model.adapter=null",
+)
+LEARNS = OnlyIf(
+    lambda config: config.learns_from_teacher,
+    "method is distill or teacher.kl_coef > 0",
+    why="nothing is learnt from a teacher",
+    of_method=True,
+)
+SAMPLES = OnlyIf(
+    lambda config: config.samples,
+    "method is grpo, ppo or distill",
+    why="the method learns from given answers",
+    of_method=True,
+)
+SEARCHES = OnlyIf(
+    lambda config: (
+        config.environment.name == "search" or (config.environment.name is None and searches(config.task.name))
+    ),
+    "environment.name is search, or it is null and task.name is a task that searches",
+    why="nothing is searched",
+)
 TURNS = OnlyIf(
-    "name is not null or tools is not [] or agent is not null or task.name is a task with turns",
+    lambda config: config.environment.is_given or has_turns(config.task.name),
+    "environment.name, tools or agent is given, or task.name is a task with turns",
     why="an answer is one turn without an environment",
 )
 OBSERVES = OnlyIf(
-    "name is not null or tools is not [] or agent is null and task.name is a task with turns",
+    lambda config: config.environment.observes or (config.environment.agent is None and has_turns(config.task.name)),
+    "environment.name or tools is given, or task.name is a task with turns and environment.agent is null",
     why="no environment of tinyrl's answers a turn",
 )
-AGENT = OnlyIf("agent is not null", why="there is no agent")
-NO_AGENT = OnlyIf("environment.agent is null", why="an agent's requests hold their own")
-ON_SERVER = OnlyIf("engine is server", why="completions are sampled in this process")
+OWN_POLICY = OnlyIf(
+    lambda config: config.method != "distill",
+    "method is not distill",
+    why="it is the only loss there",
+    of_method=True,
+)
+HAS_CRITIC = OnlyIf(lambda config: config.method == "ppo", "method is ppo", why="there is no critic", of_method=True)
+TEMPLATED = OnlyIf(lambda config: config.task.chat is not False, "task.chat is not false", why="no template is applied")
+SCORED_BY_MODEL = OnlyIf(
+    lambda config: config.reward.model is not None, "reward.model is not null", why="there is no reward model"
+)
+COUNTS_STEPS = OnlyIf(
+    lambda config: config.run.epochs is None,
+    "run.epochs is null",
+    why="run.epochs gives the number of steps",
+    remedy="run.epochs=null",
+)
+TRACKED = OnlyIf(lambda config: bool(config.run.trackers), "run.trackers is not []", why="there is no tracker")
+AGENT = OnlyIf(
+    lambda config: config.environment.agent is not None, "environment.agent is not null", why="there is no agent"
+)
+NO_AGENT = OnlyIf(
+    lambda config: config.environment.agent is None,
+    "environment.agent is null",
+    why="an agent's requests hold their own",
+    remedy="environment.agent=null",
+)
+ON_SERVER = OnlyIf(
+    lambda config: config.generation.engine == "server",
+    "generation.engine is server",
+    why="completions are sampled in this process",
+)
 
 
 class ModelConfig(Section):
@@ -146,7 +204,7 @@ class TeacherConfig(Section):
     top_k: Annotated[Positive | None, LEARNS] = Field(
         default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
     )
-    kl_coef: Annotated[NonNegativeFloat, OnlyIf("method is not distill", why="it is the only loss there")] = Field(
+    kl_coef: Annotated[NonNegativeFloat, OWN_POLICY] = Field(
         default=0.0, description="weight of the teacher loss in grpo and ppo"
     )
     quantization: Annotated[Literal["4bit", "8bit"] | None, LEARNS] = Field(
@@ -181,7 +239,7 @@ class TaskConfig(Section):
     )
     max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
     chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
-    chat_template_kwargs: Annotated[Variables, OnlyIf("chat is not false", why="no template is applied")] = Field(
+    chat_template_kwargs: Annotated[Variables, TEMPLATED] = Field(
         default_factory=dict, description="its variables, such as {enable_thinking: false}"
     )
     on_overlong_prompt: Literal["error", "drop"] = Field(
@@ -253,7 +311,7 @@ class RewardConfig(Section):
     model: Annotated[Text | None, Names("model", run=REWARD_RUN)] = Field(
         default=None, description="a classifier, or a run of `tinyrl train reward`"
     )
-    model_label: Annotated[int | str | None, OnlyIf("model is not null", why="there is no reward model")] = Field(
+    model_label: Annotated[int | str | None, SCORED_BY_MODEL] = Field(
         default=None, description="index or name of the label whose score counts"
     )
     timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
@@ -292,6 +350,16 @@ class EnvironmentConfig(Section):
     )
     top_k: Annotated[int, Field(ge=1, le=100), SEARCHES] = Field(default=3, description="search: passages per query")
 
+    @property
+    def observes(self) -> bool:
+        """Return whether an environment that these settings name answers turns."""
+        return self.name is not None or bool(self.tools)
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether these settings name an environment, or an agent."""
+        return self.observes or self.agent is not None
+
     def call_tokens(self, max_new_tokens: int) -> int:
         """Return the most tokens of one call of an agent: an equal share of the episode's, unless one is set."""
         return self.max_call_tokens or max(1, max_new_tokens // self.max_turns)
@@ -322,7 +390,7 @@ class GenerationConfig(Section):
 class OptimConfig(Section):
     optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
     learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
-    critic_learning_rate: Annotated[LearningRate | None, OnlyIf("method is ppo", why="there is no critic")] = Field(
+    critic_learning_rate: Annotated[LearningRate | None, HAS_CRITIC] = Field(
         default=None, description="null: LoRA 1e-4, full 1e-5"
     )
     schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
@@ -332,7 +400,7 @@ class OptimConfig(Section):
 
 
 class RunConfig(Section):
-    num_steps: Annotated[Positive, OnlyIf("epochs is null", why="run.epochs gives the number of steps")] = Field(
+    num_steps: Annotated[Positive, COUNTS_STEPS] = Field(
         default=200, description="steps of the run: rollout and update, or one batch"
     )
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
@@ -347,10 +415,13 @@ class RunConfig(Section):
         default=3, description="checkpoints to keep, beside the best"
     )
     deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
+    kernels: Literal["auto", "plain"] = Field(
+        default="auto", description="auto: on a GPU, faster ones that a trial finds as exact; plain: never"
+    )
     threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
     trackers: Annotated[list[Tracker], OnlyKeeps()] = Field(
         default_factory=list, description="experiment trackers beside metrics.jsonl"
     )
-    log_completions: Annotated[bool, OnlyIf("trackers is not []", why="there is no tracker"), OnlyKeeps()] = Field(
+    log_completions: Annotated[bool, TRACKED, OnlyKeeps()] = Field(
         default=False, description="upload the completions of each evaluation as a table to wandb and trackio"
     )

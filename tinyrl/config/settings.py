@@ -102,7 +102,7 @@ def describe(section: str) -> list[tuple[str, str, str]]:
     for key, kind in fields_of(section).items():
         default = dump_plain({key: getattr(values, key)}).partition(":")[2].strip()
         marks = type(values).model_fields[key].metadata
-        conditions = " and ".join(mark.full(section) for mark in marks if isinstance(mark, OnlyIf))
+        conditions = " and ".join(mark.words for mark in marks if isinstance(mark, OnlyIf))
         only = f"; only if {conditions}" if conditions else ""
         rows.append((key, default, f"{kind['description']} ({allowed(kind, brief=True)}){only}"))
         for inner, item in fields_in(kind.get("items", {})).items():

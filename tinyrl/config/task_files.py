@@ -1,62 +1,53 @@
-"""The tasks that ship, by their files: which there are, and which have replies between turns.
+"""The tasks that ship, with the facts on which settings depend: those of environments count for tasks with turns alone.
 
-A file of tasks/ or starter/ is a task if it has the line `TASK = Task(...)`. It is read and not run, since settings
-depend on what it says (an environment's count only with one), and nothing of a task may be imported here.
+Nothing of a task may be imported here, so they are written down; tests/config/test_task_files.py compares them with the
+tasks.
 """
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-
-PACKAGE = Path(__file__).parents[1]
-ROOMS = ("starter", "tasks")  # of the embedded models, and what people train on
-MARK = "\nTASK = Task("
 
 
 @dataclass(frozen=True)
-class TaskFile:
-    """module: what has the TASK; environment: the built-in one that replies; replies: it has replies of its own."""
+class TaskFacts:
+    """room: where its file is, beside the embedded models or among the tasks that people train on; environment: the
+    built-in one that replies; replies: it has replies of its own.
+    """
 
-    module: str
-    environment: str | None
-    replies: bool
+    room: str
+    environment: str | None = None
+    replies: bool = False
 
-
-@cache
-def shipped_tasks() -> dict[str, TaskFile]:
-    """Return the tasks by their names, which are those of their files."""
-    found: dict[str, TaskFile] = {}
-    for room in ROOMS:
-        for file in sorted((PACKAGE / room).glob("*.py")):
-            _, mark, arguments = file.read_text(encoding="utf-8").partition(MARK)
-            if mark:
-                found[file.stem] = _task_file(f"{PACKAGE.name}.{room}.{file.stem}", mark + arguments)
-    return found
+    @property
+    def has_turns(self) -> bool:
+        return self.replies or self.environment is not None
 
 
-def _task_file(module: str, text: str) -> TaskFile:
-    """Read the call of Task that a text begins with."""
-    [assignment] = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)][:1]
-    assert isinstance(assignment.value, ast.Call), module
-    given = {keyword.arg: keyword.value for keyword in assignment.value.keywords}
-    environment = ast.literal_eval(given["environment"]) if "environment" in given else None
-    return TaskFile(module, environment=environment, replies="respond" in given)
+SHIPPED = {  # by the names of their files
+    "lookup": TaskFacts("starter", replies=True),
+    "reviews": TaskFacts("starter"),
+    "sort": TaskFacts("starter"),
+    "countdown": TaskFacts("tasks"),
+    "gsm8k": TaskFacts("tasks"),
+    "knights_and_knaves": TaskFacts("tasks"),
+    "reasoning_gym": TaskFacts("tasks"),
+    "rows": TaskFacts("tasks"),
+    "search_qa": TaskFacts("tasks", environment="search"),
+    "sums": TaskFacts("tasks"),
+}
 
 
-def has_turns(name: object) -> bool:
+def has_turns(name: str | None) -> bool:
     """Return whether a task has replies between turns; a person's own (FILE.py:TASK) may have some."""
-    task = shipped_tasks().get(str(name))
-    return is_own(name) or (task is not None and (task.replies or task.environment is not None))
+    return is_own(name) or (name in SHIPPED and SHIPPED[name].has_turns)
 
 
-def searches(name: object) -> bool:
+def searches(name: str | None) -> bool:
     """Return whether a task's replies are those of a search; a person's own may be."""
-    task = shipped_tasks().get(str(name))
-    return is_own(name) or (task is not None and task.environment == "search")
+    return is_own(name) or (name in SHIPPED and SHIPPED[name].environment == "search")
 
 
-def is_own(name: object) -> bool:
-    return ".py:" in str(name)
+def is_own(name: str | None) -> bool:
+    """Return whether a name is of a person's own task, FILE.py:TASK."""
+    return name is not None and ".py:" in name

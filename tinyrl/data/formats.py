@@ -33,7 +33,7 @@ from tinyrl.data.messages import (
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import shuffled
 from tinyrl.data.turns import MARKS, Side, first_answer, goes_on, is_learnt, joined, learnt_turns
-from tinyrl.runs.signals import watched
+from tinyrl.process.signals import watched
 from tinyrl.text import join_truncated, one_line, truncate
 
 EQUAL = "two equal answers"

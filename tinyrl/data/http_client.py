@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.signals import check_stop
 from tinyrl.text import MASK, truncate
 
 POLL_S = 0.2  # between two checks for a signal

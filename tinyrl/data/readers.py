@@ -144,6 +144,7 @@ def _valid(text: str) -> str:
 
 def reader_of(source: str, *, revision: str | None = None) -> Callable[[], Iterator[tuple[str, Row]]]:
     """Return the reader of a source. Raises ValueError for one that does not exist; the hub is not asked yet."""
+    source = os.path.expanduser(source)
     path = Path(source)
     kinds = ", ".join(_READERS)
     if read := _READERS.get(path.suffix.lower()):

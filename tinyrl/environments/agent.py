@@ -16,7 +16,7 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.environments import Transcript, worker_service
 from tinyrl.environments.environment import Environment
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.signals import check_stop
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowFailure, RowResults, is_text

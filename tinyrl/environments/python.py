@@ -27,7 +27,7 @@ from typing import Any
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.signals import check_stop
 from tinyrl.text import excerpt, without_thoughts
 from tinyrl.workers.process import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated

@@ -31,7 +31,7 @@ from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.data.readers import Row, reader_of
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
-from tinyrl.runs.signals import watched
+from tinyrl.process.signals import watched
 from tinyrl.text import join_truncated, mask_url, resolve_url, truncate, without_thoughts
 
 STOP = ("</search>", "</answer>")

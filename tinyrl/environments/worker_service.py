@@ -10,7 +10,7 @@
 The model sees a tool's type hints and docstring, but not a parameter called `episode`: a tool that has one gets a dict
 with the prompt, the seed and the columns of the row whose episode called it.
 
-Run by workers/worker.py, which starts quickly: nothing here imports torch, but `schemas`.
+Run by workers/worker.py, which starts quickly: nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
+from tinyrl.environments.tool_schema import schema_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
 from tinyrl.workers.values import RowResults, as_score, check_values, message_of
@@ -154,8 +155,6 @@ def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     Raises ValueError naming the function and what is missing: a docstring, a line under its `Args:`, a type hint; for
     parameters that cannot be given by name, as calls give them; and for a method without its object.
     """
-    from transformers.utils.chat_template_utils import get_json_schema  # a second, and torch with it
-
     found = []
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
@@ -170,7 +169,7 @@ def schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
                 "write one that may be given by name"
             )
         try:
-            schema = get_json_schema(function)
+            schema = schema_of(function)
         except Exception as error:
             raise ValueError(
                 f"tool '{function.__name__}': {first_line(error)}. A tool is described to the model by its docstring, "

@@ -1,26 +1,30 @@
 """Resolve a TARGET (run, checkpoint or model) to the configurations it is loaded with.
 
-`policy_at` is for chat and serve, `find` for evaluation: a run of grpo or ppo is sampled on its held-out prompts and
-judged by its reward. A run of sft or dpo is measured by its trainer on its held-out rows, and sampled too where a task
-or a reward is named. A reward model is only measured. Nothing here imports torch.
+`policy_at` is for chat and serve, `find` for evaluation, `find_side` for what a target is compared with. A run of grpo
+or ppo is sampled on its held-out prompts and judged by its reward. A run of sft or dpo is measured by its trainer on
+its held-out rows, and sampled too where a task or a reward is named. A reward model is only measured. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from tinyrl.config.derive import derive_over
+from tinyrl.config.evaluated import as_policy, with_rows, with_sections, with_task, without_reward
 from tinyrl.config.methods import and_list
-from tinyrl.config.recipe import build_config
+from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
+from tinyrl.rollout.preflight import check_model_path
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
-from tinyrl.runs.resolve import resolve
-from tinyrl.runs.run_dir import OWN_SIDES, open_run, run_of
-from tinyrl.tasks import load_task
+from tinyrl.runs.resolve import config_of, model_facts, resolve
+from tinyrl.runs.run_dir import OwnSide, open_run, own_side, run_of
+from tinyrl.tasks import load_task, task_of
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate
 from tinyrl.workers.foreign_code import tell_code
@@ -28,8 +32,9 @@ from tinyrl.workers.foreign_code import tell_code
 JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace the run's own reward
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 ROWS = ("data", "eval_data", "revision", "columns", "max_samples")  # task settings that say which rows there are
-RENDERING = ("chat", "system_prompt", "chat_template_kwargs")  # task settings that belong to the model
-OWN_SAMPLING = {"engine", "max_rows", "url"}  # how a model is run, not what is sampled
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
+CHAT = ("task", "environment", "reward", "generation.stop", *(f"generation.{name}" for name in SAMPLING))
+SERVE = ("task.chat_template_kwargs", "generation.engine", *(f"generation.{name}" for name in SAMPLING))
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,16 @@ class Target:
         return self.sampled
 
     @property
+    def has_reward(self) -> bool:
+        """Return whether this is a run that has its own judge of samples."""
+        return self.run is not None and self.measured is None
+
+    @property
     def is_policy(self) -> bool:
         return self.measured is None or self.measured.trains.policy
+
+
+Side = Target | OwnSide
 
 
 def find(path: str, asked: Asked) -> Target:
@@ -98,41 +111,42 @@ def find(path: str, asked: Asked) -> Target:
         if asked.task is None and asked.data is None:
             hint = "To evaluate a model, say what on: --task NAME (see `tinyrl list tasks`) or --data FILE"
             raise ValueError(f"{path} is not a run.{nearest_run(path)} {hint}")
-        return Target(path, None, _as_asked({**_a_model(path), "task": {"name": asked.task or "rows"}}, asked))
+        check_model_path("model", path)
+        return Target(path, None, _as_asked(_of_model(path, task=asked.task or "rows"), asked))
     config = open_run(run).read_config()
     tell_code(run, config)
     if config.trains.samples:
-        return Target(path, run, config if asked.as_it_is else _as_asked(config.model_dump(), asked))
+        return Target(path, run, config if asked.as_it_is else _as_asked(config, asked))
     if not config.trains.policy and (judged or asked.settings):
         raise ValueError(f"{path} is a reward model, which writes nothing: tinyrl eval POLICY reward.model={path}")
     if judged:
-        return Target(path, run, _as_asked(_as_policy(config), asked), config)
+        return Target(path, run, _as_asked(as_policy(config, model_facts), asked), config)
     if asked.settings:
         raise ValueError(f"{path} is a run of {config.method}, which is sampled where something judges it: {A_JUDGE}")
     if asked.data is not None:  # read as the run's rows are
-        values = config.model_dump()
-        values["task"] |= {"eval_data": asked.data}
-        config = resolve(build_config(values))
+        task = config.task.model_copy(update={"eval_data": asked.data})
+        config = resolve(with_sections(config, task=task))
     return Target(path, run, None, config)
 
 
-def policy_at(path: str, settings: list[str]) -> Target:
-    """Return the policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. Raises
-    ValueError for a reward model, a run without a checkpoint, other settings.
+def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) -> Target:
+    """Return the policy or the model at `path`, as grpo's, whatever has trained it, and with its checkpoint. takes:
+    sections and settings that have an effect. Raises ValueError for a reward model, a run without a checkpoint, other
+    settings.
     """
-    _check_settings(settings, ("task", "generation", "environment", "reward"))
+    _check_settings(settings, takes)
     run = run_of(Path(path))
     if run is None:
         meant = nearest_run(path)
         if meant and starter_path(path) is None and not Path(path).expanduser().exists():  # else it may be a hub name
             raise ValueError(f"{path} is neither a run nor a model.{meant}")
-        values = _a_model(path)
+        config = _of_model(path)
     else:
         config = open_run(run).read_config()
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
-        values = _as_policy(config)
-    return locate(Target(path, run, resolve(build_config(values, settings))))
+        config = as_policy(config, model_facts)
+    return locate(Target(path, run, _over(config, settings)))
 
 
 def check_asked(first: Target, asked: Asked) -> None:
@@ -146,12 +160,30 @@ def check_asked(first: Target, asked: Asked) -> None:
             raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {folder}")
 
 
-def check_side(vs: str | None) -> None:
-    """Raise ValueError where what to compare with is a word for a model of the run itself, and also the name of a run
-    or a model in the current folder.
+def find_side(path: str) -> Side:
+    """Return what a target is compared with: a run, checkpoint or model, as it is judged by others, or a model of the
+    target itself. Raises ValueError where there is none.
     """
-    if vs not in OWN_SIDES:
-        return
+    own = own_side(path)
+    if own is not None:
+        _check_side(own)
+        return own
+    run = run_of(Path(path))
+    if run is None:
+        check_model_path("model", path)
+        return Target(path, None, resolve(_of_model(path)))
+    config = open_run(run).read_config()
+    tell_code(run, config)
+    if config.samples:
+        return Target(path, run, config)
+    sampled = resolve(as_policy(config, model_facts)) if config.trains.policy else None
+    return Target(path, run, sampled, config)
+
+
+def _check_side(vs: OwnSide) -> None:
+    """Raise ValueError where a word for a model of the run itself is also the name of a run or a model in the current
+    folder.
+    """
     folder = Path(vs)
     is_model = any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
     if run_of(folder) is not None or is_model:
@@ -173,12 +205,12 @@ def trained_on(path: str) -> frozenset[str]:
         return frozenset()
     config = open_run(run).read_config()
     tell_code(run, config, sections=("task",))
-    rows = rows_of_run(config)
+    rows = rows_of_run(config, task_of(config))
     keys = (prompt_keys(rows.kind.prompt(row), system_prompt=config.task.system_prompt) for row in rows.train)
     return frozenset[str]().union(*keys)
 
 
-def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozenset[str]:
+def seen_in_training(first: Target, others: Sequence[Side], asked: Asked) -> frozenset[str]:
     """Return the keys of prompts that a comparison leaves out: those that one of its sides was trained on. The first
     side's own held-out rows are new to it. With split "train" none is left out: no side need be new to them; and none
     where nothing is compared.
@@ -186,36 +218,16 @@ def seen_in_training(first: Target, others: list[str], asked: Asked) -> frozense
     if asked.split == "train" or not others:
         return frozenset()
     runs = [first.path] if asked.other_rows else []
-    runs += [path for path in others if path not in OWN_SIDES]
+    runs += [side.path for side in others if isinstance(side, Target)]
     return frozenset[str]().union(*map(trained_on, runs))
 
 
-def judged_by(first: Config, config: Config) -> Config:
-    """Return the other side's configuration with the first one's rows, reward, environment and sampling."""
-    values = config.model_dump()
-    values |= first.model_dump(include={"task", "reward", "environment", "generation"})
-    values["generation"] |= config.generation.model_dump(include=OWN_SAMPLING)
-    return Config.model_validate(values)
-
-
-def measured_by(first: Config, other: Target) -> Config:
-    """Return the configuration by which the first one's trainer measures another side's model on its own rows.
-
-    A reward model reads prompts as it has learnt to. Raises ValueError where one side is a reward model alone.
-    """
-    theirs = other.measured or other.config
-    if first.trains.policy is not other.is_policy:
-        raise ValueError(f"--vs {other.path}: a policy and a reward model have no number in common")
-    values = first.model_dump() | {"model": theirs.model.model_dump(), "lora": theirs.lora.model_dump()}
-    if not other.is_policy:
-        values["task"] |= {name: getattr(theirs.task, name) for name in RENDERING}
-    return build_config(values)
-
-
-def _check_settings(settings: list[str] | tuple[str, ...], sections: tuple[str, ...]) -> None:
+def _check_settings(settings: Sequence[str], takes: tuple[str, ...]) -> None:
+    """Raise ValueError for a setting that is none of `takes` (sections, or settings by their whole names)."""
     for setting in settings:
-        if setting.partition(".")[0] not in sections:
-            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*sections])}")
+        key = setting.partition("=")[0]
+        if not any(key == name or key.startswith(f"{name}.") for name in takes):
+            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*takes])} count")
 
 
 def _names_rows(setting: str) -> bool:
@@ -223,27 +235,25 @@ def _names_rows(setting: str) -> bool:
     return key == "task" or any(f"{key}.".startswith(f"task.{name}.") for name in ROWS)
 
 
-def _a_model(path: str) -> dict[str, Any]:
-    return {"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}}
-
-
-def _as_policy(config: Config) -> dict[str, Any]:
-    """Return a grpo configuration of the policy that any method has trained, to sample and score it."""
-    sampling = {"generation", "environment", "reward"} if config.samples else set()
-    values = config.model_dump(include={"model", "lora", "task", "run", *sampling})
-    values["run"] |= {"trackers": []}
-    values["lora"] |= {"dropout": 0.0}
-    values["reference"] = {"kind": "none" if config.model.random_init else config.reference.kind}
-    return values | {"method": "grpo"}
-
-
-def _as_asked(values: dict[str, Any], asked: Asked) -> Config:
+def _as_asked(config: Config, asked: Asked) -> Config:
     """Return a configuration with the task, rows and settings asked for, and the reward that goes with them."""
-    if asked.task not in (None, values["task"]["name"]):
-        kept = {name: value for name, value in values["task"].items() if name in RENDERING}
-        values |= {"task": {"name": asked.task, **kept}, "reward": {}}
-    if asked.data is not None:  # all its rows are held out
-        values["task"] |= {"data": asked.data, "eval_data": asked.data, "max_samples": None, "revision": None}
+    if asked.task not in (None, config.task.name):
+        config = with_task(config, asked.task)
+    if asked.data is not None:
+        config = with_rows(config, asked.data)
     if asked.other_reward:
-        values["reward"] = {name: value for name, value in values.get("reward", {}).items() if name == "timeout_s"}
-    return resolve(build_config(values, asked.settings))
+        config = without_reward(config)
+    return _over(config, asked.settings)
+
+
+def _of_model(path: str, *, task: str = "rows") -> Config:
+    """Return the configuration of a model that no run has trained."""
+    return config_of({"method": "grpo", "model": {"path": path}, "reference": {"kind": "none"}, "task": {"name": task}})
+
+
+def _over(config: Config, settings: Sequence[str]) -> Config:
+    """Return the resolved configuration with settings laid over it."""
+    if settings:
+        config = derive_over(config, settings, model_facts)
+    with refusals_at(config.given.places):
+        return resolve(config)

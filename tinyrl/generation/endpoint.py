@@ -65,6 +65,7 @@ CLIENT_GONE = 499  # nginx's status; nobody receives it
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 MOST_SEQUENCES = 4096  # of all requests together
 SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
+LEAST_TAKEN = 1 << 16  # bytes of a waiting answer that a client has to take within SLOW_S
 MOST_WISHES = 20  # fields that are listed
 OWN_VARIABLES = {  # of a chat template, which are given here
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
@@ -401,7 +402,9 @@ def unknown_path(request: HttpRequest, error: HTTPException) -> Refused:
 
 
 class Connection(AutoHTTPProtocol):
-    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S."""
+    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S, or takes
+    fewer than LEAST_TAKEN bytes of an answer that waits for it.
+    """
 
     transport: Any
     cycle: Any  # the request that was read last, and its answer
@@ -409,6 +412,7 @@ class Connection(AutoHTTPProtocol):
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._ends: asyncio.TimerHandle | None = None
+        self._looks: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -418,10 +422,34 @@ class Connection(AutoHTTPProtocol):
         super().data_received(data)
         self._await_headers(self.transport)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reading()
+
+    def resume_writing(self) -> None:
+        if self._looks is not None:
+            self._looks.cancel()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._ends is not None:
-            self._ends.cancel()
+        for timer in (self._ends, self._looks):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def _await_reading(self) -> None:
+        """Look again later how much of the answer still waits, unless writing has been resumed by then."""
+        waiting: int = self.transport.get_write_buffer_size()
+        self._looks = asyncio.get_running_loop().call_later(SLOW_S, self._end_unread, waiting)
+
+    def _end_unread(self, waited: int) -> None:
+        """Cut the connection off where its client has taken too little of what `waited` for it; `close` would wait for
+        the client. What comes to wait meanwhile is nothing: no more is written while writing is paused.
+        """
+        if waited - self.transport.get_write_buffer_size() < LEAST_TAKEN:
+            self.transport.abort()
+        else:
+            self._await_reading()
 
     def _await_headers(self, transport: asyncio.BaseTransport) -> None:
         """End the connection later, unless a request is being answered."""

@@ -28,7 +28,7 @@ from tinyrl.generation.sample import FinishReason, Sample
 from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.policy import Policy
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.signals import check_stop
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import in_chat
 

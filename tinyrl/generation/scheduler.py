@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.errors import no_memory
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import (
     SampledRole,
@@ -44,6 +43,7 @@ from tinyrl.generation.engine import (
 from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
+from tinyrl.process.errors import no_memory
 
 PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}  # padded prompt tokens of a prefill
 EXTEND_TOKENS = {"cpu": 2048, "cuda": 8192}  # of one behind cached rows, where each token attends to a whole row

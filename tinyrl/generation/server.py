@@ -30,11 +30,11 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
-from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import BatchScheduler, Request, SampledRole, SamplingEngine, Sequence
 from tinyrl.models.batch import examples
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
+from tinyrl.process.errors import GuardStop, Interrupted
 from tinyrl.text import mask_url, resolve_url, truncate
 
 MODELS = "/v1/models"

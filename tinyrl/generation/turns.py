@@ -28,8 +28,8 @@ from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Seq
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
-from tinyrl.runs.signals import check_stop
-from tinyrl.tasks import Task, load_task
+from tinyrl.process.signals import check_stop
+from tinyrl.tasks import Task
 from tinyrl.tasks.answers import ObservationTokens
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import PreparedPrompt, in_chat, most_tokens, row_columns, shows_tools
@@ -89,12 +89,13 @@ class EpisodeRunner:
             return episodes.finalized()
 
 
-def load_episode_runner(config: Config, *, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> EpisodeRunner | None:
+def load_episode_runner(
+    config: Config, *, task: Task, tokenizer: PreTrainedTokenizerBase, policy: Policy
+) -> EpisodeRunner | None:
     """Start the configuration's environment, or the task's, and find out how its replies become tokens; None without
     one. Raises ValueError where they cannot.
     """
     section = config.environment
-    task = load_task(config.task.name or "rows")
     template = config.task.chat_template_kwargs
     if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
         return None

@@ -121,11 +121,12 @@ def batch_of(
     tokens: Tokens = "loss",
     last_tokens: bool = False,
     rows: Sequence[int] | None = None,
+    varlen: bool = False,
 ) -> Batch:
     """Lay items out as a batch, all first responses before all second ones. A response may be empty; a prompt may not.
     rows: places of the items in their pass (None: they are all of it).
     `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
-    `last_tokens`.
+    `last_tokens`. varlen: packed rows attend in one call (packing.py).
     """
     masks = [item.listed(tokens) for item in items]
     sides = range(len(items[0].responses))
@@ -135,7 +136,7 @@ def batch_of(
     assert all(prompts), "a row needs at least one prompt token to predict from"
     assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
     if packed:
-        laid_out = _packed(prompts, responses, listed, last_tokens, device)
+        laid_out = _packed(prompts, responses, listed, last_tokens, device, varlen)
         ids = laid_out.ids
         positions = laid_out.positions
         state_index = laid_out.state_index
@@ -192,6 +193,7 @@ def _packed(
     listed: list[list[int]],
     last_tokens: bool,
     device: torch.device | str,
+    varlen: bool,
 ) -> PackedRows:
     """Lay rows end to end; equal prompts are one, and different ones share what they begin with."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -220,5 +222,5 @@ def _packed(
         positions=torch.tensor([positions]),
         state_index=list(chain(*before)),
         ends=ends,
-        packing=pack(shape, start=start, device=device),
+        packing=pack(shape, start=start, device=device, varlen=varlen),
     )

@@ -17,8 +17,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tinyrl.errors import MAY_BE_MEMORY, machine_memory, no_memory
 from tinyrl.models.parallel import join, world
+from tinyrl.process.errors import MAY_BE_MEMORY, machine_memory, no_memory
 
 HALVES = (torch.bfloat16, torch.float16)
 WIDE = 256

@@ -37,14 +37,22 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, cached_files
 
-from tinyrl.models.reading import TOKENIZER_FILES, reading, resolve_model_path
+from tinyrl.config.sections import starter_path
+from tinyrl.models.folder_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
+from tinyrl.models.reading import (
+    TOKENIZER_FILES,
+    reading,
+    reading_tokenizer,
+    resolve_model_path,
+    tokenizer_folder,
+)
+from tinyrl.models.trial import try_folder
 from tinyrl.text import truncate
 
 PLAIN_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 TRIED_TEXTS = (  # on which a tokenizer is compared with its file: what pre-tokenizers and normalizers treat differently
     "what is 650841823 plus 2023",
     "  12  345   6789 0",
@@ -64,18 +72,22 @@ MOST_TIMES = 2  # the size of the weights, or COSTS_LITTLE: what is nearer is ma
 COSTS_LITTLE = 1000  # also the layers of a model that has one for all (ALBERT)
 # Settings of a generation configuration that decide which of the others have an effect.
 DECIDING = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
+TEXT_PARTS = ("text_config", "decoder", "generator", "text_encoder")  # where the library looks for a language model's
 OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
 def load_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False, needs_eos: bool = True
 ) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer. Without a pad token it pads with EOS, which is safe: masks come from lengths. Raises
-    ValueError when it cannot be read, or has no EOS where one is needed (to end a completion).
+    """Load a model's tokenizer, after a trial of its files (trial.py). Without a pad token it pads with EOS, which is
+    safe: masks come from lengths. Raises ValueError when it cannot be read, or has no EOS where one is needed (to end a
+    completion).
     """
     options: dict[str, Any] = {"revision": revision or HUB_DEFAULT}
     resolved = resolve_model_path(path)
-    with reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved):
+    with reading_tokenizer(path, resolved):
+        if starter_path(path) is None:
+            try_folder(tokenizer_folder(resolved, **options))
         # Beside some architectures (Qwen2) the library would put any vocabulary into the architecture's own tokenizer.
         named = get_tokenizer_config(resolved, **options)
         plain = named.get("tokenizer_class") in PLAIN_TOKENIZERS
@@ -156,13 +168,22 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 
 def read_config(resolved: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read config.json. Raises ValueError where it names native code of a repository, a number of positions that is
-    none, or a dtype that no model computes in: the library reads those as they are.
+    """Read config.json. Raises ValueError where it names native code of a repository, a number of positions or a size
+    that is none, a dtype that no model computes in, or a part that is no configuration: the library reads those as they
+    are.
     """
     for name, kernel in _kernels(written_config(resolved, revision=revision)):
         raise ValueError(f"{name} is {truncate(kernel)!r}, code of another repository; take a name without a slash")
     config = AutoConfig.from_pretrained(resolved, revision=revision, trust_remote_code=trust_remote_code)
-    for part in (config, config.get_text_config()):
+    text = config.get_text_config()
+    if not isinstance(text, PretrainedConfig):
+        name = next((name for name in TEXT_PARTS if getattr(config, name, None) is text), TEXT_PARTS[0])
+        raise ValueError(f"{name} is {truncate(repr(text))}, no configuration of a part of {config.model_type}")
+    for part in (config, text):
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            size = getattr(part, name, None)
+            if isinstance(size, int) and size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1")
         positions = getattr(part, "max_position_embeddings", None)
         is_count = isinstance(positions, int) and not isinstance(positions, bool) and positions > 0
         if positions is not None and not is_count:
@@ -195,15 +216,52 @@ def _kernels(written: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, written
 
 
-def check_sizes(config: PretrainedConfig, resolved: str) -> None:
-    """Raise ValueError where config.json asks for far more layers than the weights of a folder have, or for far larger
-    ones: the library would make them before it says that they are missing. Nothing but the headers is read.
+def weight_files(resolved: str, config: PretrainedConfig, *, revision: str | None = None) -> list[Path]:
+    """Return the safetensors files that the library reads of a model, after their download from the hub; none where
+    there are none. Raises ValueError for an index that names anything else than such files of the model's folder.
+    """
+    own = getattr(config, "transformers_weights", None)  # another name than those that are usual
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if own is None else (own,):
+        file = cached_file(resolved, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if file is not None and not name.endswith(".index.json"):
+            return [Path(file)]
+        if file is not None:
+            return [*map(Path, cached_files(resolved, _shards(Path(file)), revision=revision) or ())]
+    return []
+
+
+def _shards(index: Path) -> list[str]:
+    """Read the names of the files in which an index has weights."""
+    try:
+        written = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{index.name} is no JSON: {truncate(str(error))}") from None
+    parts = written if isinstance(written, dict) else {}
+    for name in ("weight_map", "metadata"):
+        part = parts.get(name)
+        if not isinstance(part, dict):
+            raise ValueError(f"{index.name}: {name} is {truncate(repr(part))}; it must be a mapping")
+    if not parts["weight_map"]:
+        raise ValueError(f"{index.name}: weight_map is empty")
+    for weight, file in parts["weight_map"].items():
+        is_there = isinstance(file, str) and file.endswith(".safetensors")
+        if not is_there or Path(file).is_absolute() or ".." in Path(file).parts:
+            shown = truncate(repr(file))
+            raise ValueError(
+                f"{index.name}: {truncate(weight)} is in {shown}, no safetensors file of the model's folder"
+            )
+    return sorted({*parts["weight_map"].values()})
+
+
+def check_sizes(config: PretrainedConfig, files: list[Path]) -> None:
+    """Raise ValueError where config.json asks for far more layers than the weights have, or for far larger ones: the
+    library would make them before it says that they are missing. Nothing but the headers of the files is read.
     """
     shapes = dict[str, list[int]]()
-    for file in sorted(Path(resolved).glob("*.safetensors")):
+    for file in files:
         with safe_open(file, framework="np") as weights:
             shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
-    if not shapes:  # of the hub, or none
+    if not shapes:
         return
     part = config.get_text_config()
     numbers = [int(number) for name in shapes for number in re.findall(r"\.(\d+)\.", name)]
@@ -253,7 +311,7 @@ def load_causal_lm(
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
-        check_sizes(config, resolved)
+        check_sizes(config, weight_files(resolved, config, revision=revision))
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     model, found = loaded
     check_weights(model, found, path=path)

@@ -103,12 +103,21 @@ def head_of(model: PreTrainedModel) -> Head:
 
 
 def token_logprobs(
-    states: Tensor, head: Head, *, targets: Tensor, temperature: float, entropy_grad: bool = False
+    states: Tensor,
+    head: Head,
+    *,
+    targets: Tensor,
+    temperature: float,
+    entropy_grad: bool = False,
+    one_pass: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probability of each target (N,), and the entropy, under softmax(logits / temperature) of states
-    (N, H); both (N,) float32. The entropy has a gradient only with entropy_grad.
+    (N, H); both (N,) float32. The entropy has a gradient only with entropy_grad. one_pass: by
+    `_OnePassLogprobs`, where it computes this head and that is frozen.
     """
     if not (head.weight.requires_grad and torch.is_grad_enabled()):
+        if one_pass and head.bias is None and head.softcap is None and not entropy_grad:
+            return _OnePassLogprobs.apply(states, head, targets, temperature)
         return _FrozenHeadLogprobs.apply(states, head, targets, temperature, entropy_grad)
     logprobs, entropy = recomputed(dense_logprobs, states, head, targets, temperature)
     return logprobs, entropy if entropy_grad else entropy.detach()
@@ -195,6 +204,43 @@ class _FrozenHeadLogprobs(torch.autograd.Function):
         if d_entropy is not None:
             grad = grad + grad_entropy.unsqueeze(-1).to(d_entropy.dtype) * d_entropy
         return grad, None, None, None, None
+
+
+class _OnePassLogprobs(torch.autograd.Function):
+    """The same by two Triton kernels on a GPU: apply(states, head, targets, temperature) -> log-probabilities and
+    entropies (N,). One pass over a chunk's logits gives both, and another writes the derivative with respect to the
+    logits in the dtype of the head, where `_FrozenHeadLogprobs` reads and writes matrices of that size eleven times, in
+    an update fourteen. A bias, a soft-cap and a gradient of the entropy are not computed here.
+    """
+
+    @staticmethod
+    def forward(ctx, states: Tensor, head: Head, targets: Tensor, temperature: float):
+        from tinyrl.models import logit_kernels  # which needs triton
+
+        logprobs = states.new_empty(len(states), dtype=torch.float32)
+        entropies = torch.empty_like(logprobs)
+        d_states = torch.empty_like(states) if states.requires_grad else None
+        slope = head.scale / temperature
+        for chunk in chunks_of(len(states), len(head.weight), device=states.device):
+            if chunk.start == chunk.stop:  # no token is listed
+                continue
+            z = head.logits(states[chunk])
+            found = logit_kernels.log_probabilities(z, targets[chunk], temperature=temperature)
+            logprobs[chunk] = found.logprobs
+            entropies[chunk] = found.entropies
+            if d_states is not None:
+                of_rows = {"temperature": temperature, "slope": slope, "dtype": head.weight.dtype}
+                g = logit_kernels.gradient(z, targets[chunk], found.log_totals, **of_rows)
+                d_states[chunk] = (g @ head.weight).to(states.dtype)
+        ctx.save_for_backward(d_states)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor, _: Tensor):
+        (d_states,) = ctx.saved_tensors
+        return grad.unsqueeze(-1).to(d_states.dtype) * d_states, None, None, None
 
 
 class ValueHead(nn.Linear):

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tinyrl.errors import out_of_memory
 from tinyrl.models.batch import Item
 from tinyrl.models.device import MICRO_BATCH_TOKENS, as_out_of_memory, without_gaps
 from tinyrl.models.packing import shared_start
 from tinyrl.models.parallel import ALONE, World
-from tinyrl.runs.signals import check_stop, watched
+from tinyrl.process.errors import out_of_memory
+from tinyrl.process.signals import check_stop, watched
 
 MOST_TOKENS = 32_768  # that a measurement may come to: more is no faster a token, but takes memory (docs/benchmarks.md)
 FIXED_LOGITS = 1 << 29  # of a micro-batch on a GPU whose runs are to give the same bits: 3,533 tokens of 151,936

@@ -5,7 +5,8 @@ row, so everything but attention does no work twice and none for padding. Attent
 table of attention functions: no module changes, and adapters work as usual. Flat queries, keys and values are laid into
 blocks of similar length, padded on the right; a row attends to itself, and to the keys in front of it: the start and,
 for a response, its prompt. No tensor is as large as the flat sequence squared, nor as a row squared: on a CPU, where
-keys in front need a mask, the queries of a long row attend in blocks.
+keys in front need a mask, the queries of a long row attend in blocks. On a GPU one call (varlen.py) takes the place of
+the blocks where a run's trial has chosen it (training/kernel_trial.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from transformers import AttentionInterface
 
 from tinyrl.models.autograd import once_differentiable
 from tinyrl.models.device import to_device
+from tinyrl.models.varlen import Row, VarlenRows, attend_varlen, computes_varlen
 
 ATTENTION = "tinyrl_packed"
 # Options that some models pass to attention, which this one does not support.
@@ -51,12 +53,15 @@ class Packing:
     """Lays a flat sequence of N tokens into blocks.
 
     slots (N,): place of each token in the blocks laid end to end; pieces: lengths into which the flat sequence splits,
-    so that keys shared by several rows are a piece of their own. State: the blocks' masks, by dtype.
+    so that keys shared by several rows are a piece of their own; rows: the same rows without blocks; varlen: attend by
+    one call over them where a kernel can. State: the blocks' masks, by dtype.
     """
 
     slots: Tensor
     blocks: list[Block]
     pieces: list[int]
+    rows: list[Row]
+    varlen: bool = False
     masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, index: int, dtype: torch.dtype) -> Tensor:
@@ -70,6 +75,11 @@ class Packing:
             full = torch.full((queries, keys), -torch.inf, dtype=dtype, device=self.slots.device)
             self.masks[index, dtype] = full.triu(keys - queries + 1)
         return self.masks[index, dtype]
+
+    @cached_property
+    def varlen_rows(self) -> VarlenRows:
+        """Lay out the rows for one call, once for all layers."""
+        return VarlenRows.of(self.rows, pieces=self.pieces, device=self.slots.device)
 
 
 def shared_start(prompts: Iterable[Sequence[int]]) -> int:
@@ -86,9 +96,15 @@ def common_length(texts: Sequence[Sequence[int]]) -> int:
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
-def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device: torch.device | str = "cpu") -> Packing:
+def pack(
+    groups: Sequence[tuple[int, Sequence[int]]],
+    *,
+    start: int = 0,
+    device: torch.device | str = "cpu",
+    varlen: bool = False,
+) -> Packing:
     """Lay out groups of (prompt length, response lengths), in this order, behind `start` tokens of all prompts. A group
-    with at most one non-empty response is one causal row; else its prompt is a row of its own.
+    with at most one non-empty response is one causal row; else its prompt is a row of its own. varlen: as in Packing.
     """
     pieces = [start] if start else []
     prefix = tuple(range(len(pieces)))
@@ -111,8 +127,10 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
         at = end
     slots = torch.empty(at, dtype=torch.long)
     blocks = []
+    laid: list[Row] = []
     offset = 0
     for pieces_in_front, rows in [((), [(0, start)] if start else []), (prefix, standalone), *grouped]:
+        laid += [Row(first, length, pieces_in_front) for first, length in rows]
         buckets: list[list[tuple[int, int]]] = []  # the shortest row is more than half as long as the longest
         for row in sorted(rows, key=lambda row: -row[1]):
             if buckets and 2 * row[1] > buckets[-1][0][1]:
@@ -125,7 +143,7 @@ def pack(groups: Sequence[tuple[int, Sequence[int]]], *, start: int = 0, device:
                 slots[first : first + length] = torch.arange(offset, offset + length)
                 offset += width
             blocks.append(Block(len(bucket), width, pieces_in_front))
-    return Packing(to_device(slots, device), blocks, pieces)
+    return Packing(to_device(slots, device), blocks, pieces, laid, varlen)
 
 
 # The decoder and the packing in use. Not a context variable: a recomputed layer runs on a thread of autograd's own.
@@ -192,6 +210,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
     """Attend with flat queries (N, heads, d) to keys and values (N, kv heads, d); return (N, heads, d). Query i of a
     block attends to the keys in front of the rows and to keys 0..i of its row; padding is last.
     """
+    if packing.varlen and computes_varlen(query):
+        return attend_varlen(query, key, value, packing.varlen_rows, scaling)
     sizes = [block.num_rows * block.width for block in packing.blocks]
     laid = []
     for x in (query, key, value):  # for each block (rows, heads, width, d), 0 where there is no token

@@ -22,9 +22,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tinyrl.errors import GuardStop, Interrupted
-from tinyrl.runs.launched import Launched, launched
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.errors import GuardStop, Interrupted
+from tinyrl.process.launched import Launched, launched
+from tinyrl.process.signals import check_stop
 
 FOREVER = timedelta(days=14)  # the timeout of exchanges: a rank may sample or save for long
 SHORTEST_S = 5e-5

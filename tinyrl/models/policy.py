@@ -46,6 +46,7 @@ from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly, supports_fused_layers
 from tinyrl.models.device import Device, move_to_device, to_device
 from tinyrl.models.frozen_copy import frozen_copy
+from tinyrl.models.kernels import Kernels
 from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
@@ -77,7 +78,7 @@ CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 class Policy:
     """The models of a run, and which of them is acting. State: the base, its adapters and heads, the parameters of each
     role by name, whether batches are packed (rows end to end behind shared prompts) or padded, the token budget of
-    micro-batches.
+    micro-batches, the faster paths that a trial has chosen.
 
     config: the settings that the models were loaded by, with the date of the run. lora_dropout: whether LoRA's dropout
     is on in passes with a gradient, as in supervised and preference training; no other dropout ever is.
@@ -102,6 +103,7 @@ class Policy:
         self.causal = base_of(model)
         tokens = config.run.micro_batch_tokens
         self.micro_batches = MicroBatches(device.device, tokens, vocabulary=embedding_rows(self.causal))
+        self.kernels = Kernels()
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -282,7 +284,12 @@ class Policy:
         """Compute log-probabilities and entropies, (b, T) each, of the response tokens; the role must be acting."""
         states = response_states(self.backbone(role), batch) if states is None else states
         logprobs, entropy = token_logprobs(
-            states, self.head(role), targets=batch.targets, temperature=temperature, entropy_grad=entropy_grad
+            states,
+            self.head(role),
+            targets=batch.targets,
+            temperature=temperature,
+            entropy_grad=entropy_grad,
+            one_pass=self.kernels.one_pass_logits,
         )
         return batch.to_rows(logprobs), batch.to_rows(entropy)
 
@@ -315,7 +322,15 @@ class Policy:
         rows: Sequence[int] | None = None,
     ) -> Batch:
         """Make the models' input of samples or examples; last_tokens: for `scores`; rows: their places in the pass."""
-        return batch_of(items, packed=self.packs, device=self.device, tokens=tokens, last_tokens=last_tokens, rows=rows)
+        return batch_of(
+            items,
+            packed=self.packs,
+            device=self.device,
+            tokens=tokens,
+            last_tokens=last_tokens,
+            rows=rows,
+            varlen=self.kernels.varlen_attention,
+        )
 
     def map_samples(
         self,

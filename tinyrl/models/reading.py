@@ -10,11 +10,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tinyrl.config.sections import EMBEDDED, starter_path
-from tinyrl.errors import Stop, no_memory
+from tinyrl.process.errors import Stop, no_memory
 from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, truncate
 
 TOKENIZER_FILES = (
@@ -53,6 +53,22 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     if pickled and not any(name.endswith(".safetensors") for name in names):
         raise ValueError(f"{where}: {pickled[0]} is pickled and can execute code when read; convert to safetensors")
     return str(folder)
+
+
+def tokenizer_folder(resolved: str, *, revision: str | None = None) -> Path:
+    """Return the folder with the files of a tokenizer: the model's own, or that of the hub's cache, to which they are
+    downloaded.
+    """
+    if os.path.isdir(resolved):
+        return Path(resolved)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(resolved, revision=revision, allow_patterns=[*TOKENIZER_FILES, "*/*.jinja"]))
+
+
+def reading_tokenizer(path: str, resolved: str) -> AbstractContextManager[None]:
+    """Return `reading` for the tokenizer of a model."""
+    return reading(f"cannot load a tokenizer from {path!r} (tokenizer_config.json, tokenizer.json)", resolved)
 
 
 @contextmanager

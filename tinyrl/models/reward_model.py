@@ -32,6 +32,7 @@ from tinyrl.models.loading import (
     load_tokenizer,
     read_config,
     resolve_model_path,
+    weight_files,
 )
 from tinyrl.models.logprobs import Head
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
@@ -126,7 +127,7 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
     with reading(f"cannot load a classification model from {path!r} (config.json, *.safetensors)", resolved):
         config = read_config(resolved, trust_remote_code=trust_remote_code)
         if trust_remote_code or type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            check_sizes(config, resolved)
+            check_sizes(config, weight_files(resolved, config))
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
             )

@@ -5,7 +5,7 @@ before rendering, and `token_ids` encodes the rendered text in one piece: a stan
 template's own markers become their ids. A text without a stand-in is encoded as the tokenizer does it.
 
 A chat template is a program that comes with a model, run in the library's sandbox. The size of a rendering is limited
-here; its time and memory are not.
+here; its time and memory only in a trial before the first one (trial.py).
 """
 
 from __future__ import annotations

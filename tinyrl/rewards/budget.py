@@ -2,6 +2,7 @@
 
 import math
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.rewards.trial import most_questions
@@ -25,14 +26,15 @@ def judge_requests(config: Config, judge: RewardFunctionConfig) -> int:
 
 
 def check_judge_budgets(config: Config) -> None:
-    """Raise ValueError for a judge that the run may ask more often than max_requests allows."""
-    for function in config.reward.functions:
+    """Raise Refusal for a judge that the run may ask more often than max_requests allows."""
+    for at, function in enumerate(config.reward.functions):
         most = function.max_requests
         if not function.is_judge or most is None:
             continue
         needed = judge_requests(config, function)
         if needed > most:
             steps = f"{config.run.num_steps:,} steps"
-            raise ValueError(
-                f"reward.functions: max_requests={most}, and this run of {steps} may ask its judge {needed:,} times"
+            raise Refusal(
+                (f"reward.functions[{at}].max_requests",),
+                f"reward.functions: max_requests={most}, and this run of {steps} may ask its judge {needed:,} times",
             )

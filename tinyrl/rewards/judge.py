@@ -37,8 +37,8 @@ from tinyrl.data.http_client import NotingClient, last_try, secrets_in, until_do
 from tinyrl.data.messages import as_completion, as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.numbers import mean
+from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.rubric import read_rubric
 from tinyrl.rewards.trial import JUDGED_ANSWERS
 from tinyrl.tasks import Task
@@ -72,7 +72,7 @@ RANK = (
 )
 
 
-class Refusal(ValueError):
+class EndpointRefusal(ValueError):
     """An answer that judges nothing and would be the same if the question were sent again. of_endpoint: to any
     question, as where the key or the address is wrong.
     """
@@ -216,10 +216,10 @@ class JudgeReward:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
         return call
 
-    def _ask(self, bodies: list[dict[str, Any]]) -> list[str | Refusal]:
+    def _ask(self, bodies: list[dict[str, Any]]) -> list[str | EndpointRefusal]:
         """Return the reply to each question. Equal ones are asked once."""
         keys = [sha256(json.dumps([self.address, body], sort_keys=True)) for body in bodies]
-        replies: dict[str, str | Refusal] = {**self._cached(keys)}
+        replies: dict[str, str | EndpointRefusal] = {**self._cached(keys)}
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in replies}
         most = self.config.max_requests
         if most is not None and self.asked + len(missing) > most:
@@ -243,10 +243,10 @@ class JudgeReward:
         spent = {"cached": len(bodies) - len(missing), "requests": len(missing), "seconds": time.perf_counter() - begun}
         self.usage |= {name: self.usage[name] + more for name, more in spent.items()}
         for key, answer in zip(missing, answers, strict=True):
-            if isinstance(answer, BaseException) and not isinstance(answer, Refusal):
+            if isinstance(answer, BaseException) and not isinstance(answer, EndpointRefusal):
                 raise answer
             replies[key] = answer
-        if answers and all(isinstance(answer, Refusal) and answer.of_endpoint for answer in answers):
+        if answers and all(isinstance(answer, EndpointRefusal) and answer.of_endpoint for answer in answers):
             raise self._gone(str(answers[0]))
         return [replies[key] for key in keys]
 
@@ -267,7 +267,7 @@ class JudgeReward:
 
     async def _reply(self, body: dict[str, Any]) -> str:
         """Send one question, in the thread of the requests; again without a parameter that the endpoint does not take,
-        which is left out from then on, once a question without it is answered. Raises Refusal or JudgeGone.
+        which is left out from then on, once a question without it is answered. Raises EndpointRefusal or JudgeGone.
         """
         import openai
 
@@ -289,7 +289,7 @@ class JudgeReward:
                 what = f"answered with {error.status_code}: {truncate(said, MOST_SHOWN)}"
                 if error.status_code in TEMPORARY or error.status_code >= 500:
                     raise self._gone(what) from None
-                raise Refusal(what, of_endpoint=error.status_code in OF_ENDPOINT) from None
+                raise EndpointRefusal(what, of_endpoint=error.status_code in OF_ENDPOINT) from None
 
     def _redirects(self, answer: Any) -> str:
         """Describe a redirect, which is not followed: the key would go to an address that nobody has given."""
@@ -312,7 +312,7 @@ class JudgeReward:
         return {name for name in optional if re.search(rf"\b{name}\b", said)}
 
     async def _send(self, body: dict[str, Any]) -> str:
-        """Return the text of an answer. Raises Refusal, JudgeGone, or the client's error for a status."""
+        """Return the text of an answer. Raises EndpointRefusal, JudgeGone, or the client's error for a status."""
         import openai
 
         headers = {} if self.config.key_env else {"Authorization": openai.Omit()}
@@ -337,7 +337,7 @@ class JudgeReward:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             why = truncate(without_secrets(str(error), self._secrets), MOST_SHOWN)
-            raise Refusal(f"answered with what is no chat completion ({why})") from None
+            raise EndpointRefusal(f"answered with what is no chat completion ({why})") from None
 
     def _gone(self, why: str) -> JudgeGone:
         return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
@@ -348,11 +348,11 @@ class JudgeReward:
         self.usage = {name: 0 for name in taken}
         return taken
 
-    def read_scores(self, reply: str | Refusal, count: int) -> list[float]:
+    def read_scores(self, reply: str | EndpointRefusal, count: int) -> list[float]:
         """Return a score from 0 to 1 of each of `count` answers as shown; NaN where there is nothing to compare with.
         Raises ValueError for a reply without a score, or with different ones.
         """
-        if isinstance(reply, Refusal):
+        if isinstance(reply, EndpointRefusal):
             raise reply
         if self.config.mode == "rank":
             order = only_verdict(reply, "order", partial(order_of, count=count), what=f"order of the {count} answers")

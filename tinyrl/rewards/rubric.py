@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 
@@ -56,7 +57,11 @@ def named_scale(rubric: str) -> tuple[float | None, float] | None:
 
 
 def check_rubrics(config: Config) -> None:
-    """Raise ValueError for a rubric that cannot be read, or that speaks of another scale."""
-    for function in config.reward.functions:
-        if function.is_judge:
+    """Raise Refusal for a rubric that cannot be read, or that speaks of another scale."""
+    for at, function in enumerate(config.reward.functions):
+        if not function.is_judge:
+            continue
+        try:
             read_rubric(function)
+        except ValueError as error:
+            raise Refusal((f"reward.functions[{at}].rubric",), str(error)) from error

@@ -20,13 +20,13 @@ from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
-from tinyrl.errors import ExplainedByCheck
 from tinyrl.models.batch import Example
 from tinyrl.models.micro_batches import MicroBatches, Work
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within

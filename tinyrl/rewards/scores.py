@@ -4,7 +4,7 @@ import re
 from collections import Counter
 
 from tinyrl.data.messages import Prompt
-from tinyrl.errors import GuardStop
+from tinyrl.process.errors import GuardStop
 from tinyrl.text import one_line
 
 MAX_FAILED_SHARE = 0.2  # of the rows of a batch: more is not a nuisance but another task

@@ -239,7 +239,7 @@ def longest_response(config: Config, runner: Runner | None) -> int:
     return config.generation.max_new_tokens if runner is None else runner.max_episode_tokens
 
 
-def prepare(
+def prepare_rows(
     rows: list[Row],
     *,
     policy: Policy,

@@ -22,16 +22,15 @@ from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokeniz
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
+from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.collect import Collector, Runner, longest_response, prepare_rows
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.resolve import no_room_for_prompt, room_for_prompt
-from tinyrl.tasks import Task, load_task
+from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt, PromptLimit, most_tokens
-from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.tasks.run_rows import RunRows, rows_of_run
 
 
 def load_policy(config: Config, *, options: Options, teacher: bool = False) -> Policy:
@@ -88,31 +87,25 @@ def resolve_threads(policy: Policy) -> str:
 
 
 def load_collector(
-    config: Config,
+    prepared: PreparedRun,
     *,
     options: Options,
     judge: Scorer | None = None,
     seed: int | None = None,
     teacher: bool = False,
-    rows: RunRows | None = None,
 ) -> Collector:
     """Load the policy with all that samples from it. judge: another run's scorer, in place of the configuration's own;
-    seed: of the samples, where it is not that of the weights; teacher: to train, so also the model to learn from, and
-    there must be a reward where the method needs one; rows: the configuration's, if they are read already. Raises
-    ValueError for what a user can fix.
+    seed: of the samples, where it is not that of the weights; teacher: to train, so also the model to learn from.
+    Raises ValueError for what a user can fix.
     """
-    rows = rows or rows_of_run(config)  # a bad row is reported before a weight is loaded
-    task = load_task(config.task.name or "rows", grading=config.task.grading)
-    if teacher:
-        check_rewarded(config, task, rows.train)
-        check_hint(config, rows.train)
-    policy = load_policy(config, options=options, teacher=teacher)
-    config = policy.config
-    runner = load_runner(policy)
+    task = prepared.task
+    policy = load_policy(prepared.config, options=options, teacher=teacher)
+    config = policy.config  # with the date of the run
+    runner = load_runner(policy, task)
     limit = prompt_limit(policy, runner)
-    prepared = partial(prepare, policy=policy, task=task, runner=runner, limit=limit)
-    train_prompts = prepared(rows.train)
-    eval_prompts = prepared(rows.held_out)
+    prompts_of = partial(prepare_rows, policy=policy, task=task, runner=runner, limit=limit)
+    train_prompts = prompts_of(prepared.rows.train)
+    eval_prompts = prompts_of(prepared.rows.held_out)
     if judge is None:
         scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:
@@ -136,17 +129,17 @@ def load_collector(
         owns_scorer=judge is None,
         engine=engine,
         engine_reason=engine_reason,
-        row_notes=rows.notes,
+        row_notes=prepared.rows.notes,
     )
 
 
-def load_runner(policy: Policy) -> Runner | None:
+def load_runner(policy: Policy, task: Task) -> Runner | None:
     """Load what plays episodes: an environment of several turns, or agents; None: responses of one turn. Raises
     ValueError where agents cannot be played here.
     """
     config = policy.config
     if config.environment.agent is None or not config.uses("environment"):
-        return load_episode_runner(config, tokenizer=policy.tokenizer, policy=policy)
+        return load_episode_runner(config, task=task, tokenizer=policy.tokenizer, policy=policy)
     if policy.world.size > 1:
         raise ValueError("environment.agent works in one process, and several were launched")
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):

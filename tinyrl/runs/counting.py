@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from tinyrl.runs.launched import launched
-from tinyrl.runs.signals import watched
+from tinyrl.process.launched import launched
+from tinyrl.process.signals import watched
 
 LINE_EVERY_S = 5.0  # and so none of work that is shorter
 T = TypeVar("T")

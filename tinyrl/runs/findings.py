@@ -298,12 +298,16 @@ def zero_spread_groups(run: RunRecords) -> Finding | None:
     if not share >= 0.75 or is_near_top(run) or is_constant(run):
         return None
     reward = recent(run.finite("reward/mean"))
+    easier = "easier prompts, or a reward that is given in steps."
+    change = f"Take {easier}"
+    if method_of(run) == "grpo":
+        fresh = "Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2"
+        change = f"{fresh}. Where the reward is near its lowest: {easier}"
     return Finding(
         name="zero-spread groups",
         what=f"{share:.0%} of the groups have the same reward for all their completions, which teaches nothing; the "
         f"mean reward is {reward:.3g}.",
-        change="Replace such groups by fresh prompts: grpo.dynamic_sampling_rounds=2. Where the reward is near its "
-        "lowest: easier prompts, or a reward that is given in steps.",
+        change=change,
         figures={"zero_spread_groups": share, "reward": reward},
     )
 
@@ -422,12 +426,17 @@ def far_from_the_teacher(run: RunRecords) -> Finding | None:
     if len(points) < FEWEST_STEPS or not logprob < -3:
         return None
     probability = math.exp(logprob)
+    change = "Begin nearer to it: `tinyrl train sft` on answers of the teacher's first."
+    if method_of(run) == "distill":
+        change = (
+            "Begin nearer to it: answers of the teacher's first (distill.on_policy_fraction=0.5, or `tinyrl train sft` "
+            "on them)."
+        )
     return Finding(
         name="far from the teacher",
         what=f"The teacher gives the policy's tokens a probability of {probability:.1%} (geometric mean): it scores "
         "texts that it would never write, where it knows little.",
-        change="Begin nearer to it: answers of the teacher's first (distill.on_policy_fraction=0.5, or `tinyrl train "
-        "sft` on them).",
+        change=change,
         figures={"teacher_probability": probability},
     )
 
@@ -567,13 +576,26 @@ AFTER_SOME_STEPS = (
     mismatch,
 )
 
+# What a distillation, which learns from its teacher's log-probabilities and is to leave its start, does not have.
+OF_REWARDED = (
+    constant_reward,
+    zero_spread_groups,
+    reward_at_its_ceiling,
+    kl_blow_up,
+    entropy_collapse,
+    length_creep,
+)
+
 
 def find(run: RunRecords) -> list[Finding]:
     """Return what is wrong with a run by its metrics; [] for one that goes well, or is too short."""
     if (finding := diverged(run)) is not None:
         return [finding]  # the others are its consequences
     has_windows = len(run.finite("reward/mean")) >= FEWEST_STEPS
-    return found_by((*AT_ONCE, *AFTER_SOME_STEPS) if has_windows else AT_ONCE, run)
+    checks = (*AT_ONCE, *AFTER_SOME_STEPS) if has_windows else AT_ONCE
+    if method_of(run) == "distill":
+        checks = tuple(check for check in checks if check not in OF_REWARDED)
+    return found_by(checks, run)
 
 
 class Watch:

@@ -20,8 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinyrl.errors import FolderLost
-from tinyrl.runs.signals import undone_on_signal
+from tinyrl.process.errors import FolderLost
+from tinyrl.process.signals import undone_on_signal
 from tinyrl.text import one_line
 
 LOCK = ".lock"

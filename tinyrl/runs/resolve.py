@@ -1,61 +1,89 @@
 """Settings that depend on what is on disk: absolute paths, so that a run can be resumed from any folder; runs named as
-models, replaced by their newest checkpoints that verify; defaults that fit the model.
+models, replaced by their newest checkpoints that verify; the facts of models that `derive` needs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tinyrl.config.advice import working_advice
-from tinyrl.config.effect import contradictions
+from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over
+from tinyrl.config.given import Given
 from tinyrl.config.marks import Named, replace_named
-from tinyrl.config.recipe import build_config
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import json_object
-from tinyrl.runs.run_dir import named_run, open_run
+from tinyrl.runs.run_dir import RunDir, named_run, open_run
+
+
+def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Return the whole configuration of nested values with overrides laid over them. Raises ValueError as `derive`."""
+    return derive(Given(dict(values)).over(overrides), model_facts)
+
+
+def changed_config(run: RunDir, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a run with overrides laid over what was given to it. Without any it is config.yaml.
+    Raises ValueError where that is invalid, or an override is.
+    """
+    config = run.read_config()
+    return derive_over(config, overrides, model_facts) if overrides else config
 
 
 def resolve(config: Config) -> Config:
-    """Return the configuration with absolute paths, checkpoints for runs, the LoRA settings of model.adapter, and
-    lengths within the model's positions where nobody has set them: half of them for responses, a quarter for all
-    observations. Idempotent. Raises ValueError for a run that is of another kind.
+    """Return the configuration as a run keeps it: with absolute paths, and checkpoints for runs. Idempotent. Raises
+    Refusal for a run that is of another kind.
     """
     values = replace_named(config.model_dump(), _checkpoint_of_run, schema=type(config))
     values = absolute_paths(values, schema=type(config))
-    if config.model.adapter is not None:
-        with contextlib.suppress(OSError, ValueError, TypeError, LookupError):  # which loading it reports
-            facts = json.loads(Path(values["model"]["adapter"], "adapter_config.json").read_text(encoding="utf-8"))
-            values["lora"] |= {"r": int(facts["r"]), "alpha": float(facts["lora_alpha"])}
-            if isinstance(facts["target_modules"], list):  # not a pattern
-                values["lora"]["target_modules"] = sorted(facts["target_modules"])
     _check_critic(config, bases=(values["model"]["path"], values["critic"]["path"]))
-    lowered: set[str] = set()
-    if config.samples and (positions := positions_named(values["model"]["path"])) is not None:
-        observed = max(1, positions // 4 // max(1, config.environment.max_turns - 1))
-        both = (("generation", "max_new_tokens", positions // 2), ("environment", "max_observation_tokens", observed))
-        for section, name, most in both:
-            if name not in getattr(config, section).model_fields_set and values[section][name] > most:
-                values[section][name] = most
-                lowered.add(f"{section}.{name}")
-    resolved = build_config(values)
-    for found in contradictions(resolved):
-        if lowered & {*found.settings}:
-            raise ValueError(found.sentence)
-    return resolved
+    return Config.model_validate(values).with_given(config.given)
+
+
+def model_facts(config: Config) -> ModelFacts:
+    """Read what the files of config.model say. Of a name of the hub, and of what loading reports, nothing is known."""
+    model = config.model
+    return ModelFacts(
+        positions=_positions_at(model.path),
+        adapter=None if model.adapter is None else _adapter_facts(model.adapter),
+    )
+
+
+def _positions_at(path: str) -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        return positions_named(_folder_of(path))
+    return None
+
+
+def _adapter_facts(path: str) -> AdapterFacts | None:
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        facts = json_object(Path(_folder_of(path), "adapter_config.json"))
+        targets = facts["target_modules"]
+        return AdapterFacts(
+            r=int(facts["r"]),
+            alpha=float(facts["lora_alpha"]),
+            target_modules=sorted(targets) if isinstance(targets, list) else None,
+        )
+    return None
+
+
+def _folder_of(path: str) -> str:
+    """Return what a model's path names: the newest sound checkpoint of a run, or the path itself."""
+    is_run = named_run(path) is not None
+    return str(checkpoint_of(Path(path).expanduser())) if is_run else os.path.expanduser(path)
 
 
 def check_room_for_responses(config: Config) -> None:
-    """Raise ValueError where a response may fill all positions of the model, as its config.json has them."""
+    """Raise Refusal where a response may fill all positions of the model, as its config.json has them."""
     positions = positions_named(config.model.path)
     if not config.samples or positions is None or config.generation.max_new_tokens < positions:
         return
-    raise ValueError(no_room_for_prompt(config, positions=positions))
+    raise Refusal(("generation.max_new_tokens", "model.path"), no_room_for_prompt(config, positions=positions))
 
 
 def no_room_for_prompt(config: Config, *, positions: int, between: int = 0, limited_by: str = "") -> str:
@@ -113,8 +141,11 @@ def _checkpoint_of_run(named: Named) -> str:
     if needed is None or not needed.fits(found):
         what = f"{found.method} run{' of adapters' if found.lora.enabled else ''}"
         must_be = needed.words if needed is not None else "a model"
-        raise ValueError(f"{named.label}={named.value} is a {what}; it must be {must_be}")
-    return str(checkpoint_of(Path(named.value).expanduser()))
+        raise Refusal((named.setting,), f"{named.label}={named.value} is a {what}; it must be {must_be}")
+    try:
+        return str(checkpoint_of(Path(named.value).expanduser()))
+    except ValueError as error:  # none that verifies
+        raise Refusal((named.setting,), str(error)) from error
 
 
 def absolute_paths(values: dict[str, Any], *, schema: type[Config] = Config) -> dict[str, Any]:
@@ -161,7 +192,7 @@ def critic_run(config: Config) -> Config | None:
 
 
 def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
-    """Raise ValueError where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
+    """Raise Refusal where what critic.path names is of another kind than critic.kind, or on another base. `bases`:
     model.path and critic.path as resolved.
     """
     path = config.critic.path
@@ -173,11 +204,20 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
     theirs = "adapter" if of_adapters else "separate"
     theirs = str(found.critic.kind) if found is not None and found.uses("critic") else theirs
     if kind.removesuffix("-detached") != theirs.removesuffix("-detached"):  # a head on the same states
-        raise ValueError(f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here")
+        raise Refusal(
+            ("critic.path", "critic.kind"),
+            f"critic.path={path} is for critic.kind={theirs}; critic.kind is {kind} here",
+        )
     if of_adapters and kind == "separate" and not config.lora.enabled:
-        raise ValueError(f"critic.path={path} holds a critic of adapters, and lora.enabled is false here")
+        raise Refusal(
+            ("critic.path", "lora.enabled"),
+            f"critic.path={path} holds a critic of adapters, and lora.enabled is false here",
+        )
     if found is not None and kind != "separate" and bases[0] not in (found.model.path, bases[1]):
-        raise ValueError(f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here")
+        raise Refusal(
+            ("critic.path", "model.path"),
+            f"critic.path={path} is on model.path={found.model.path}; model.path is {bases[0]} here",
+        )
 
 
 def positions_named(path: str) -> int | None:

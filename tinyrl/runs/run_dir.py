@@ -17,11 +17,12 @@ import re
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.recipe import dump_config, load_written_config
+from tinyrl.config.recipe import CONFIG, GIVEN, dump_config, dump_given, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.folders import LOCK, FolderLock, file_stat, move_into_place, new_folder, open_file, write_atomic
@@ -29,8 +30,21 @@ from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
 
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
-OWN_SIDES = ("base", "start", "teacher")  # models of a run itself, where a target is asked for
-TAKEN_NAMES = (*OWN_SIDES, "policy", "self")  # words with a meaning of their own where a model is asked for
+
+
+class OwnSide(StrEnum):
+    """A model of a run itself, where a target is asked for; the value is the word for it."""
+
+    BASE = "base"  # below its adapters
+    START = "start"  # before its training
+    TEACHER = "teacher"
+
+    @property
+    def path(self) -> str:
+        return self.value
+
+
+TAKEN_NAMES = (*OwnSide, "policy", "self")  # words with a meaning of their own where a model is asked for
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of a rename to a folder that is not empty
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -57,11 +71,14 @@ class RunDir:
     def write_config(self, config: Config) -> None:
         if self.writes:
             self.lock.check()
-            write_atomic(self.path / "config.yaml", dump_config(config))
+            write_atomic(self.path / CONFIG, dump_config(config))
+            given = dump_given(config)
+            if given is not None:
+                write_atomic(self.path / GIVEN, given)
 
-    def read_config(self, overrides: Sequence[str] = ()) -> Config:
-        """Read config.yaml with overrides laid over it. Raises ValueError where it is invalid."""
-        return load_written_config(self.path / "config.yaml", overrides=overrides)
+    def read_config(self) -> Config:
+        """Read config.yaml, and what was given of it. Raises ValueError where it is invalid."""
+        return load_written_config(self.path / CONFIG)
 
     def write_environment(self, facts: dict[str, Any]) -> None:
         """Write env.json: facts of provenance.py."""
@@ -201,6 +218,11 @@ class RunDir:
 # ---- which folder is a run ----
 
 
+def own_side(word: str) -> OwnSide | None:
+    """Return the model of a run itself that a word means; None for a path, or the name of a model."""
+    return OwnSide(word) if word in [*OwnSide] else None
+
+
 def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None:
     """Raise ValueError when a run called `name` (None: the next default name) cannot be made in `output_dir`.
 
@@ -255,7 +277,8 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     try:
         made = new_folder(path)
         try:
-            write_atomic(made.folder / "config.yaml", dump_config(config))
+            write_atomic(made.folder / CONFIG, dump_config(config))
+            write_atomic(made.folder / GIVEN, dump_given(config) or "")
             if name is None:
                 _take_number(made, stem)
             else:

@@ -57,17 +57,15 @@ def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) ->
     if not found:
         return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
     known = [one for one in found if one["metric"] is not None]
-    best = (
-        max(known, key=lambda one: one["metric"])["step"] if known else None
-    )  # the first of equal ones, as a run keeps
+    best = None
+    if known:
+        best = max(known, key=lambda one: one["metric"])["step"]  # the first of equal ones, as a run keeps
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = format_number(one["metric"], decimals=4)
-        verifies = (
-            f"no: {escape_control(one['problem'])}"
-            if one["problem"]
-            else "yes" + (", best" if one["step"] == best else "")
-        )
+        verifies = "yes, best" if one["step"] == best else "yes"
+        if one["problem"]:
+            verifies = f"no: {escape_control(one['problem'])}"
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
     return "\n".join(lines)
 

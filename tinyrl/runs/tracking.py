@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.runs.folders import write_atomic
 
 
@@ -137,8 +138,8 @@ def flat(config: dict[str, Any], *, within: str = "") -> dict[str, bool | int | 
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError for a tracker that is not installed."""
+    """Raise Refusal for a tracker that is not installed."""
     for name in names:
         packages = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
         if not any(importlib.util.find_spec(package) for package in packages):
-            raise ValueError(f"run.trackers: {name} is not installed: pip install 'tinyrl[track]'")
+            raise Refusal(("run.trackers",), f"run.trackers: {name} is not installed: pip install 'tinyrl[track]'")

@@ -60,11 +60,15 @@ def _puzzle(i: int) -> Row | None:
     for number in numbers[1:]:
         sign = "+-*/"[pick(4)]
         # the side of the next number: "(3 + 4) - 50" and "50 - (3 + 4)" are both reached
-        (left, a), (right, b) = ((text, value), (str(number), number))[:: 1 if pick(2) else -1]
-        if sign == "/" and a % b:
+        left, right = value, number
+        left_text, right_text = text, str(number)
+        if not pick(2):
+            left, right = right, left
+            left_text, right_text = right_text, left_text
+        if sign == "/" and left % right:
             return None
-        value = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[sign]
-        text = f"({left} {sign} {right})"
+        value = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
+        text = f"({left_text} {sign} {right_text})"
         if value < 1:
             return None
     if value not in TARGETS:

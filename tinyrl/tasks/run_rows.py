@@ -7,11 +7,11 @@ Rows are checked one by one before anything is trained, so a bad one is reported
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import (
@@ -28,7 +28,7 @@ from tinyrl.data.formats import (
     with_prompt,
 )
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
-from tinyrl.data.readers import Placed, Row, hub_name, placed_rows
+from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.data.rows import (
     HELD_OUT_SHARE,
     SPLIT_SEED,
@@ -40,7 +40,7 @@ from tinyrl.data.rows import (
 )
 from tinyrl.runs.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks import load_task
+from tinyrl.tasks import task_of
 from tinyrl.tasks.task import Task
 from tinyrl.text import first_line, join_truncated
 
@@ -64,8 +64,8 @@ class RunRows:
     text: Placed = field(default_factory=list)
 
 
-def rows_of_run(config: Config) -> RunRows:
-    """Return the rows of a run.
+def rows_of_run(config: Config, task: Task) -> RunRows:
+    """Return the rows of a run. task: the configuration's (`task_of`).
 
     1. Read those of task.data and task.eval_data, each with its file and line; a task may have rows of its own.
     2. Make them rows of the kind that the method learns from, and check each (`usable`).
@@ -76,12 +76,12 @@ def rows_of_run(config: Config) -> RunRows:
     row, with its place.
     """
     with without_collection():
-        return _rows_of_run(config)
+        return _rows_of_run(config, task)
 
 
-def _rows_of_run(config: Config) -> RunRows:
+def _rows_of_run(config: Config, task: Task) -> RunRows:
     where = config.task
-    kind = row_kind(config)
+    kind = row_kind(config, task)
     is_split = where.data is not None and where.eval_data is None and not kind.has_own_rows
     most = rows_needed(where.max_samples, split=is_split)
     notes = list[str]()
@@ -145,13 +145,12 @@ def hidden_tools(rows: list[Row], kind: RowKind) -> list[str]:
     return [f"warning: {what}; describe them in a message"]
 
 
-def row_kind(config: Config) -> RowKind:
+def row_kind(config: Config, task: Task) -> RowKind:
     """Return the kind of rows that a method learns from; of a reward model the columns of the first row decide. Raises
     ValueError if it needs task.data, and has none.
     """
     match config.trains.rows:
         case "prompts":
-            task = load_task(config.task.name or "rows")
             return Prompts(task, verified=config.reward.is_verifier, columns_are_read=code_reads_columns(config, task))
         case "text":
             kind = Texts(learns_prompts=config.sft.loss_on == "all")
@@ -174,9 +173,11 @@ def code_reads_columns(config: Config, task: Task) -> bool:
 
 
 def check_data_given(config: Config) -> None:
-    """Raise ValueError for a method that learns from rows, without task.data."""
+    """Raise Refusal for a method that learns from rows, without task.data."""
     if config.task.data is None:
-        raise ValueError(f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name")
+        raise Refusal(
+            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
+        )
 
 
 def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
@@ -285,32 +286,6 @@ class Prompts(RowKind):
             task.check_reference(row)
 
 
-# ---- read before torch is imported ----
-
-_read_ahead: dict[str, RunRows] = {}  # until a run takes them
-
-
-def read_ahead(config: Config) -> None:
-    """Read and check a person's own rows, of files or of a task, before torch is imported, and keep them for
-    `take_rows`; the hub is not asked yet. Raises ValueError for a bad one.
-    """
-    _read_ahead.clear()
-    sources = [path for path in (config.task.data, config.task.eval_data, config.ppo.ptx_data) if path is not None]
-    is_own = bool(sources) or load_task(config.task.name or "rows").own is not None
-    if is_own and not any(map(hub_name, sources)):
-        _read_ahead[_settings_of_rows(config)] = _with_text(config)
-
-
-def take_rows(config: Config) -> RunRows:
-    """Return the rows and the text of a run: once those that were read ahead by the same settings, or else new ones."""
-    return _read_ahead.pop(_settings_of_rows(config), None) or _with_text(config)
-
-
-def _with_text(config: Config) -> RunRows:
-    text = text_rows(config)
-    return replace(rows_of_run(config), text=text)
-
-
 def text_rows(config: Config) -> Placed:
     """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
     if config.method != "ppo" or not config.ppo.ptx_data:
@@ -321,16 +296,6 @@ def text_rows(config: Config) -> Placed:
     return placed
 
 
-def _settings_of_rows(config: Config) -> str:
-    """Return the settings that rows depend on, as text; of files the absolute paths."""
-    where = config.task
-    paths = (where.name, where.data, where.eval_data, config.ppo.ptx_data)
-    files = [path and os.path.abspath(os.path.expanduser(path)) for path in paths]
-    reading = [where.revision, where.columns, where.max_samples, where.system_prompt]
-    others = [*reading, config.reward.is_verifier, config.sft.loss_on]
-    return json.dumps([config.method, *files, *others])
-
-
 # ---- for `tinyrl show` ----
 
 
@@ -339,7 +304,8 @@ def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, 
     rows that still exist. An error in reading rows is added to `notes`.
     """
     try:
-        rows = rows_of_run(run.read_config())
+        config = run.read_config()
+        rows = rows_of_run(config, task_of(config))
         prompts = {row_key(row): rows.kind.prompt(row) for row in rows.train}
     except (OSError, ValueError) as error:
         notes.append(f"prompts are shown without their texts: {first_line(error)}")
@@ -351,7 +317,7 @@ def export_rows(config: Config, keys: set[str], file: Path) -> str:
     """Write the training rows with these keys, as task.data of the same task; return a line about it. Raises ValueError
     if the file exists, or no row has one of the keys.
     """
-    rows = {key: row for row in rows_of_run(config).train if (key := row_key(row)) in keys}
+    rows = {key: row for row in rows_of_run(config, task_of(config)).train if (key := row_key(row)) in keys}
     if file.exists() or not rows:
         why = f"{file} exists" if file.exists() else f"of {len(keys):,} hard prompts none is in the training rows"
         raise ValueError(f"--export-hard: {why}")

@@ -11,24 +11,25 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self, TypeVar
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.messages import Message, Prompt, as_messages
 from tinyrl.environments.environment import Episode
-from tinyrl.errors import Interrupted
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions
 from tinyrl.generation.engines import HfEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.load import load_policy, load_scorer
-from tinyrl.runs.launched import Options
-from tinyrl.runs.signals import StopFlag
-from tinyrl.tasks import load_task
+from tinyrl.tasks import task_of
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, in_chat, prepare_prompts
+from tinyrl.tasks.rows import TASK as OWN_ROWS
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.tasks.turn_text import TurnDetokenizer, turn_text
 from tinyrl.text import escape_control
@@ -42,6 +43,8 @@ HELP = """/temperature T   set the sampling temperature (0 = greedy)
 /help, /quit
 """
 ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
+HOTTEST = 100  # as generation.temperature has it
+Number = TypeVar("Number", int, float)
 OnText = Callable[[Literal["prompt", "policy", "environment"], str], None]
 
 
@@ -58,7 +61,7 @@ class ChatAnswer:
         return self.sample.played
 
 
-class ChatSession(ExitStack):
+class ChatSession:
     """A loaded policy and its conversation; `close` ends the processes of rewards and of the environment.
 
     answer: the last one; messages: the conversation so far, if the model has a chat template (without one each prompt
@@ -66,7 +69,7 @@ class ChatSession(ExitStack):
     """
 
     def __init__(self, target: Target, *, options: Options) -> None:
-        super().__init__()
+        self._closing = ExitStack()
         self.target = target
         self.options = options
         config = target.config
@@ -74,10 +77,11 @@ class ChatSession(ExitStack):
             tell_code(target.run, config)
         generation = target.config.generation
         self.policy = load_policy(config, options=options)
-        self.task = load_task(config.task.name or "rows", grading=config.task.grading)
-        self.runner = load_episode_runner(config, tokenizer=self.policy.tokenizer, policy=self.policy)
+        self.task = task_of(config)
+        tokenizer = self.policy.tokenizer
+        self.runner = load_episode_runner(config, task=self.task, tokenizer=tokenizer, policy=self.policy)
         if self.runner is not None:
-            self.callback(self.runner.environment.close)
+            self._closing.callback(self.runner.environment.close)
         self.role: SampledRole = "base"
         if target.checkpoint is not None:
             self.policy.load(target.checkpoint, only="policy")
@@ -88,7 +92,17 @@ class ChatSession(ExitStack):
         self.greedy = False
         self.turn = 0
         self.scorer: Scorer | None = None
-        self.reset()
+        self.messages: list[Message] = []
+        self.answer: ChatAnswer | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closing.close()
 
     def _engine(self, settings: GenerationConfig) -> HfEngine:
         """Make an engine whose tokens come one by one."""
@@ -99,13 +113,14 @@ class ChatSession(ExitStack):
         return self._answer(self._prepare(prompt), lambda who, text: None, greedy=greedy).text
 
     def reset(self) -> None:
-        self.messages: list[Message] = []
-        self.answer: ChatAnswer | None = None
+        """Forget the conversation."""
+        self.messages = []
+        self.answer = None
 
     def set_temperature(self, temperature: float) -> None:
-        """Set the sampling temperature; 0: greedy. Raises ValueError below 0."""
-        if not temperature >= 0:
-            raise ValueError(f"a temperature is 0 (greedy) or more, and not {temperature:g}")
+        """Set the sampling temperature; 0: greedy. Raises ValueError for one that is not in 0 to HOTTEST."""
+        if not 0 <= temperature <= HOTTEST:
+            raise ValueError(f"a temperature is 0 (greedy) to {HOTTEST}, and not {temperature:g}")
         self.greedy = temperature == 0
         if temperature > 0:
             changed = {"temperature": max(temperature, 0.01)}
@@ -138,7 +153,7 @@ class ChatSession(ExitStack):
         if self.scorer is None:
             given: dict[str, Any] = {"policy": self.policy, "options": self.options, "runner": self.runner}
             self.scorer = load_scorer(self.target.config, self.task, **given)
-            self.callback(self.scorer.close)
+            self._closing.callback(self.scorer.close)
             self.scorer.start()
         answer = self.answer
         episodes = None if self.answer.episode is None else [self.answer.episode]
@@ -158,13 +173,13 @@ class ChatSession(ExitStack):
         """
         where = self.target.config.task
         runner = self.runner
-        task = load_task("rows")
+        task = OWN_ROWS
         row = {"prompt": asked}
         index = self.turn
         openings = None
         if isinstance(asked, int):
             task = self.task
-            rows = rows_of_run(self.target.config).held_out
+            rows = rows_of_run(self.target.config, self.task).held_out
             index = asked
             if not 0 <= index < len(rows):
                 raise ValueError(f"there is no held-out row {index}: /prompt 0 to {len(rows) - 1}")
@@ -236,6 +251,14 @@ def converse(session: ChatSession) -> None:
     print()
 
 
+def _typed(kind: Callable[[str], Number], text: str, *, usage: str) -> Number:
+    """Parse the number behind a command. Raises ValueError with the usage."""
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"type {usage}") from None
+
+
 def _obey(session: ChatSession, line: str) -> None:
     """Answer a line, or do what a command says. Raises ValueError for what cannot be done."""
 
@@ -245,7 +268,7 @@ def _obey(session: ChatSession, line: str) -> None:
 
     command, _, rest = line.partition(" ")
     if command == "/temperature":
-        session.set_temperature(float(rest))
+        session.set_temperature(_typed(float, rest, usage="/temperature T, a number such as 0.7; 0 is greedy"))
     elif command == "/reset":
         session.reset()
     elif command == "/reward":
@@ -255,7 +278,10 @@ def _obey(session: ChatSession, line: str) -> None:
         if why and session.asks_itself:
             print("rewards that read columns of a row need the prompt of one: /prompt I")
     elif line and (command == "/prompt" or not command.startswith("/")):
-        answer = session.say(int(rest) if command == "/prompt" else line, show)
+        asked = line
+        if command == "/prompt":
+            asked = _typed(int, rest, usage="/prompt I, the number of a held-out row")
+        answer = session.say(asked, show)
         episode = answer.episode
         for message in episode.transcript[-1:] if episode is not None else []:
             if message["role"] == "tool":

@@ -14,37 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinyrl.config.schema import Config
-from tinyrl.config.sections import starter_path
+from tinyrl.config.evaluated import base_of, judged_by, measured_by, teacher_of
 from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
+from tinyrl.evaluation.prepared import PreparedEvaluation
 from tinyrl.evaluation.statistics import paired_difference, win_rate
-from tinyrl.evaluation.targets import (
-    A_JUDGE,
-    Asked,
-    Target,
-    find,
-    judged_by,
-    locate,
-    measured_by,
-    seen_in_training,
-    trained_on,
-)
+from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
 from tinyrl.generation.engine import SampledRole
+from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
-from tinyrl.runs.launched import Options
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.records import json_safe
-from tinyrl.runs.run_dir import run_of
+from tinyrl.runs.run_dir import OwnSide
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.training.load import load_row_method
 
 FEWEST_LEFT = 10  # prompts, after those that another side was trained on are left out
 
 
-class Side(NamedTuple):
+class LoadedSide(NamedTuple):
     """One side of a comparison: its collector, the role it samples as, its name."""
 
     collector: Collector
@@ -60,63 +50,56 @@ class Side(NamedTuple):
         return found
 
 
-def evaluate_target(target: str, asked: Asked, *, vs: str | None = None, options: Options) -> dict[str, Any]:
-    """Evaluate `target` on the rows asked for; with `vs` also "other", "difference" (ours less the other) and
-    "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs), and "left_out" beside it how many
-    rows that measure leaves out, since a side was trained on their prompts. "trained_on", of rows that the run does not
-    hold out itself: how many of them it was trained on; None where its training rows cannot be read.
+def evaluate_target(prepared: PreparedEvaluation, *, options: Options) -> dict[str, Any]:
+    """Evaluate a target on the rows asked for; where it is compared also "other", "difference" (ours less the other)
+    and "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs), and "left_out" beside it how
+    many rows that measure leaves out, since a side was trained on their prompts. "trained_on", of rows that the run
+    does not hold out itself: how many of them it was trained on; None where its training rows cannot be read.
     """
-    first = locate(find(target, asked))
-    others = [] if vs is None else [vs]
+    first = prepared.first
     result: dict[str, Any] = {"target": first.name}
-    if first.sampled is not None:
-        (ours, *theirs), prompts, left_out = _sides(first, others, asked, options=options)
+    if prepared.sampled is not None:
+        sides, prompts, left_out = _sides(prepared, prepared.sampled, options=options)
+        ours = sides[0]
         result |= ours.metrics
-        for other in theirs:
+        for other in sides[1:]:
             result |= _difference(ours, other, left_out) | {"other": other.metrics}
-        if not others:
-            system_prompt = first.sampled.task.system_prompt
+        if not prepared.others:
+            system_prompt = prepared.sampled.config.task.system_prompt
             keys = [prompt_keys(p.prompt, system_prompt=system_prompt) for p in prompts]
-            result |= _trained_on(first, asked, keys)
-    if first.measured is not None:
-        measured = _measured(first, vs, asked, options=options)
+            result |= _trained_on(first, prepared.asked, keys)
+    if prepared.measured is not None:
+        measured = _measured(prepared, prepared.measured, options=options)
         both = measured.get("other", {}) | result.get("other", {})
         result |= measured | ({"other": both} if both else {})
-        if vs is not None:
-            _tell_apart([result, both], [first.path, vs])
+        for side in prepared.others:
+            _tell_apart([result, both], [first.path, side.path])
     return result
 
 
-def compare(targets: list[str], asked: Asked, *, options: Options) -> list[dict[str, Any]]:
-    """Evaluate targets as the first one, the baseline, is judged; one result each, of the others with their
+def compare(prepared: PreparedEvaluation, *, options: Options) -> list[dict[str, Any]]:
+    """Evaluate policies as the first one, the baseline, is judged; one result each, of the others with their
     "difference" from the baseline and their "win_rate" against it.
     """
-    first = locate(find(targets[0], asked))
-    if first.sampled is None:
-        raise ValueError(f"{targets[0]}: nothing says what samples are judged by; {_a_judge(targets[1:], asked)}")
-    (baseline, *others), _, left_out = _sides(first, targets[1:], asked, options=options)
-    return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in others)]
-
-
-def _a_judge(others: list[str], asked: Asked) -> str:
-    """Return how to name a judge of samples: by a target that has a reward, or by options."""
-    rewarded = next((path for path in others if find(path, asked).sampled is not None), None)
-    if rewarded is None:
-        return f"name {A_JUDGE}"
-    how = f"tinyrl eval OTHERS --vs {rewarded}"
-    return f"{rewarded} has a reward: to use it, name it as what is compared with ({how}), or else name {A_JUDGE}"
+    assert prepared.sampled is not None, "something judges samples"
+    sides, _, left_out = _sides(prepared, prepared.sampled, options=options)
+    baseline = sides[0]
+    return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in sides[1:])]
 
 
 # ---- sampled and judged ----
 
 
 def _sides(
-    first: Target, others: list[str], asked: Asked, *, options: Options
+    prepared: PreparedEvaluation, sampled: PreparedRun, *, options: Options
 ) -> tuple[list[Evaluation], list[PreparedPrompt], int]:
     """Sample the first target, then the others one after another, on its prompts without those that a side was trained
     on. Returns the evaluations, named, the prompts, and how many were left out; raises ValueError where too few remain.
     """
-    ours = _load(first, options=options)
+    first = prepared.first
+    others = prepared.others
+    asked = prepared.asked
+    ours = _load(first, sampled, options=options)
     with closing(ours.collector):
         available = ours.prompts(asked.split)
         seen = seen_in_training(first, others, asked)
@@ -126,13 +109,13 @@ def _sides(
         _check_enough(first, others, asked, left_out=left_out, remaining=len(prompts))
         prompts = prompts[: asked.num_prompts]
         sides = [_evaluated(ours, prompts, asked)]
-        for path in others:
+        for side in others:
             with ExitStack() as stack:
-                theirs = _other(path, ours, asked=asked, options=options)
+                theirs = _other(side, ours, sampled, options=options)
                 if theirs.collector is not ours.collector:
                     stack.enter_context(closing(theirs.collector))
                 sides.append(_evaluated(theirs, prompts, asked))
-    _tell_apart([side.metrics for side in sides], [first.path, *others])
+    _tell_apart([side.metrics for side in sides], [first.path, *(side.path for side in others)])
     if asked.save_samples is not None and ours.collector.world.is_main:
         lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
@@ -148,10 +131,10 @@ def _tell_apart(sides: list[dict[str, Any]], paths: list[str]) -> None:
             side["target"] = path
 
 
-def _check_enough(first: Target, others: list[str], asked: Asked, *, left_out: int, remaining: int) -> None:
+def _check_enough(first: Target, others: list[Side], asked: Asked, *, left_out: int, remaining: int) -> None:
     """Raise ValueError where a comparison has too few prompts that no side was trained on."""
     if left_out and remaining < min(FEWEST_LEFT, asked.num_prompts):
-        sides = [*([first.path] if asked.other_rows else []), *others]
+        sides = [*([first.path] if asked.other_rows else []), *(side.path for side in others)]
         raise ValueError(
             f"{' or '.join(sides)} was trained on {left_out} of the {left_out + remaining} held-out prompts of "
             f"{first.name}, and {remaining} others are too few. Hold out the same rows in all runs "
@@ -170,7 +153,7 @@ def _trained_on(target: Target, asked: Asked, prompts: list[set[str]]) -> dict[s
     return {"trained_on": sum(not seen.isdisjoint(keys) for keys in prompts)}
 
 
-def _evaluated(side: Side, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
+def _evaluated(side: LoadedSide, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
     """Evaluate a side on the prompts, in its own tokens. Raises ValueError where it has no room for one."""
     resolve_threads(side.collector.policy)
     readable = {p.index: p for p in side.prompts(asked.split)}
@@ -188,74 +171,74 @@ def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str,
     return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
 
 
-def _load(target: Target, *, options: Options, judge: Scorer | None = None, seed: int | None = None) -> Side:
+def _load(
+    target: Target, sampled: PreparedRun, *, options: Options, judge: Scorer | None = None, seed: int | None = None
+) -> LoadedSide:
     """Load the policy of a target; judged by another side's scorer, and sampled by its seed, where they are given."""
-    collector = load_collector(target.config, options=options, judge=judge, seed=seed)
+    collector = load_collector(sampled, options=options, judge=judge, seed=seed)
     if target.checkpoint is not None:
         collector.policy.load(target.checkpoint, only="policy")
-    return Side(collector, "base" if target.checkpoint is None else "policy", target.name)
+    return LoadedSide(collector, "base" if target.checkpoint is None else "policy", target.name)
 
 
-def _other(path: str, ours: Side, *, asked: Asked, options: Options) -> Side:
-    """Load another side: base, start or teacher of ours, or a target. Raises ValueError where ours has none such."""
+def _other(side: Side, ours: LoadedSide, sampled: PreparedRun, *, options: Options) -> LoadedSide:
+    """Load another side, which has the task and the rows of ours. Raises ValueError where ours has none such."""
     policy = ours.collector.policy
     config = ours.collector.config
     judge = ours.collector.scorer
-    if path == "base" and policy.peft is not None:
-        return Side(ours.collector, "base", path)
-    if path in ("base", "start"):
-        if not policy.has_reference:
-            raise ValueError(f"--vs {path}: this run has no reference (reference.kind=none)")
-        return Side(ours.collector, "reference", path)
-    if path == "teacher":
-        kind = config.teacher.kind
-        teacher = config.teacher.path
-        if not config.uses("teacher") or teacher is None or kind not in ("adapter", "model"):
-            raise ValueError(f"--vs teacher: teacher.path={teacher} of this run is no adapter and no model to sample")
-        model = {"path": teacher, "adapter": None, "revision": None}
-        model = {"adapter": str(starter_path(teacher) or teacher)} if kind == "adapter" else model
-        sampled = config.model_copy(update={"model": config.model.model_copy(update=model)})
-        return Side(load_collector(sampled, options=options, judge=judge), "policy", path)
-    target = locate(find(path, replace(asked, task=asked.task or "rows", settings=())))
-    target = replace(target, sampled=judged_by(config, target.config))
-    return _load(target, options=options, judge=judge, seed=config.run.seed)  # our uniforms, its own weights
+    match side:
+        case OwnSide.BASE if policy.peft is not None:
+            return LoadedSide(ours.collector, "base", side.path)
+        case OwnSide.BASE | OwnSide.START:
+            if not policy.has_reference:
+                raise ValueError(f"--vs {side.path}: this run has no reference (reference.kind=none)")
+            return LoadedSide(ours.collector, "reference", side.path)
+        case OwnSide.TEACHER:
+            teacher = replace(sampled, config=teacher_of(config))
+            return LoadedSide(load_collector(teacher, options=options, judge=judge), "policy", side.path)
+        case Target():
+            theirs = replace(sampled, config=judged_by(config, side.config))
+            return _load(side, theirs, options=options, judge=judge, seed=config.run.seed)  # our uniforms
 
 
 # ---- measured by a trainer ----
 
 
-def _measured(first: Target, vs: str | None, asked: Asked, *, options: Options) -> dict[str, Any]:
-    """Measure the first target by its trainer, and `vs` on the same rows: without those that a side was trained on."""
-    config = first.measured
-    assert config is not None
+def _measured(prepared: PreparedEvaluation, run: PreparedRun, *, options: Options) -> dict[str, Any]:
+    """Measure the first target by its trainer, and the other side on the same rows: without those that a side was
+    trained on.
+    """
+    first = prepared.first
+    others = prepared.others
+    asked = prepared.asked
     if first.sampled is not None:  # other rows are for its samples
         asked = replace(asked, task=None, data=None, settings=())
-    others = [] if vs is None else [vs]
+    rows = run.rows
     seen = seen_in_training(first, others, asked)
     keys = list[set[str]]()
+    held_out = rows.train if asked.split == "train" else rows.held_out
     if asked.split == "eval" and (seen or asked.other_rows):
-        rows = rows_of_run(config)
-        keys_of = partial(prompt_keys, system_prompt=config.task.system_prompt)
+        keys_of = partial(prompt_keys, system_prompt=run.config.task.system_prompt)
         keys = [keys_of(rows.kind.prompt(row)) for row in rows.held_out]
+        held_out = [row for row, own in zip(rows.held_out, keys, strict=True) if seen.isdisjoint(own)]
     new = [own for own in keys if seen.isdisjoint(own)]
     _check_enough(first, others, asked, left_out=len(keys) - len(new), remaining=len(new))
-    found = {"held_out": _measure(config, first.checkpoint, asked, without=seen, options=options)}
-    if vs is None:
+    section = run.config.run.model_copy(update={"eval_prompts": asked.num_prompts})
+    config = run.config.model_copy(update={"run": section})
+    run = replace(run, config=config, rows=replace(rows, held_out=held_out))
+    found = {"held_out": _measure(run, first.checkpoint, options=options)}
+    if not others:
         return found | _trained_on(first, asked, new[: asked.num_prompts])
-    other = _measure_other(config, vs, asked, without=seen, options=options)
+    other = _measure_other(run, others[0], options=options)
     return found | {"other": other, "left_out": len(keys) - len(new)}
 
 
-def _measure(
-    config: Config, checkpoint: Path | None, asked: Asked, *, without: frozenset[str], options: Options
-) -> dict[str, Any]:
+def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> dict[str, Any]:
     """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from), and
-    "reference": "own" where they are against the reference that this model started from. without: keys of the prompts
-    whose held-out rows are left out.
+    "reference": "own" where they are against the reference that this model started from.
     """
-    run = config.run.model_copy(update={"eval_prompts": asked.num_prompts})
-    config = config.model_copy(update={"run": run})
-    with closing(load_row_method(config, options=options, split=asked.split, without=without)) as trainer:
+    config = run.config
+    with closing(load_row_method(run, options=options)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
             trainer.policy.load(checkpoint, only="policy")
         elif checkpoint is not None:
@@ -265,16 +248,12 @@ def _measure(
         return trainer.evaluate().metrics | own
 
 
-def _measure_other(
-    config: Config, vs: str, asked: Asked, *, without: frozenset[str], options: Options
-) -> dict[str, Any]:
-    how: dict[str, Any] = {"without": without, "options": options}
-    if vs in ("base", "start"):
-        if not config.trains.policy:
-            raise ValueError(f"--vs {vs}: a reward model starts from nothing; name another `tinyrl train reward` run")
-        if vs == "base":
-            config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": None})})
-        return {"target": vs, "held_out": _measure(config, None, asked, **how)}
-    other = locate(find(vs, Asked(task=None if run_of(Path(vs)) else "rows")))
-    found = _measure(measured_by(config, other), other.checkpoint, asked, **how)
-    return {"target": other.name, "held_out": found}
+def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> dict[str, Any]:
+    """Measure another side on the rows of the first."""
+    config = run.config
+    if isinstance(side, Target):
+        theirs = replace(run, config=measured_by(config, side.measured or side.config))
+        return {"target": side.name, "held_out": _measure(theirs, side.checkpoint, options=options)}
+    if side is OwnSide.BASE:
+        run = replace(run, config=base_of(config))
+    return {"target": side.path, "held_out": _measure(run, None, options=options)}

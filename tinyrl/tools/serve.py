@@ -18,8 +18,8 @@ from tinyrl.generation.endpoint import LOCAL, Endpoint, server_config
 from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy, resolve_threads
-from tinyrl.runs.launched import Options
 
 GRACE_S = 2  # for answers under way when a signal comes
 END_S = 4.5  # after the signal the process ends in any case, also in the middle of a long step or a long text

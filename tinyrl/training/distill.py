@@ -23,8 +23,8 @@ from tinyrl.algorithms.distillation import token_advantages
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.generation.sample import Sample, conversations, loss_mask, sampled_logprobs, sampled_rows
 from tinyrl.models.batch import Batch
+from tinyrl.process.signals import watched
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.signals import watched
 from tinyrl.tasks.answers import answer_tokens
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.method import Pass
@@ -45,7 +45,7 @@ class Distill(OnPolicy):
             with run.timed("rollout"):
                 samples = conversations(self.responses(run, step))
             # 2. What the teacher says to them.
-            run.updater.measure(self.trial_passes(samples))
+            run.fit_to_device(self.trial_passes(samples))
             assert self.teacher is not None
             with run.timed("teacher"):
                 prompts = self.teacher.prompts(samples)

@@ -53,7 +53,7 @@ class Grpo(OnPolicy):
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 minibatches = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference, and before the update.
-            run.updater.measure(self.trial_passes(samples))
+            run.fit_to_device(self.trial_passes(samples))
             with run.timed("reference"):
                 logprobs, measured = self.compute_logprobs(run, samples, minibatches, scored=kl_in_score(config))
             teacher, taught = self.ask_teacher(run, samples)

@@ -25,20 +25,22 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 
 from tinyrl.config.changes import Change, by_setting, changed_settings
+from tinyrl.config.derive import READS, derive_over, read_written
 from tinyrl.config.marks import Named
-from tinyrl.config.recipe import Source, build_config
+from tinyrl.config.methods import and_list
+from tinyrl.config.refusal import Source, refusals_at
 from tinyrl.config.removed import given_removed, ignore_neutral
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.config.sections import starter_path
 from tinyrl.models.parallel import check_alike
+from tinyrl.process.launched import Options
 from tinyrl.rollout.load import resolve_threads
+from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import provenance, versions
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
-from tinyrl.runs.resolve import absolute_paths, check_room_for_responses, resolve
-from tinyrl.runs.run_dir import RunDir, create_run, open_run, run_of
-from tinyrl.runs.tracking import check_trackers
+from tinyrl.runs.resolve import absolute_paths, model_facts
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
 from tinyrl.training.code_inputs import carried_files, code_of, same_module, with_imports
 from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
@@ -60,7 +62,7 @@ from tinyrl.workers.loading import parse_use
 
 @out_of_memory_stops("before the first step")
 def start(
-    config: Config,
+    prepared: PreparedRun,
     *,
     options: Options,
     output_dir: str,
@@ -73,11 +75,8 @@ def start(
     """Load everything, check it, and make the run's folder. until, on_step: as `Run` has them. Raises ValueError before
     anything is written.
     """
-    check_trackers(config.run.trackers)
     with contextlib.ExitStack() as undo:
-        config = resolve(config)
-        check_room_for_responses(config)
-        method = _load(config, options=options, undo=undo)
+        method = _load(prepared, options=options, undo=undo)
         policy = method.policy
         world = method.world
         config = method.config  # with the date of the run
@@ -109,9 +108,10 @@ def start(
         return run
 
 
-def _load(config: Config, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
+def _load(prepared: PreparedRun, *, options: Options, undo: contextlib.ExitStack, also: str = "") -> Method:
     """Load the method, alike in all processes; `undo` closes it. also: what else the processes must agree on."""
-    method = load_method(config, options=options)
+    with refusals_at(prepared.config.given.places):
+        method = load_method(prepared, options=options)
     undo.callback(method.close)
     _check_alike(method, also)
     if method.world.is_main:  # which writes checkpoints
@@ -161,17 +161,17 @@ def write_environment(
 @out_of_memory_stops("before the first step")
 def resume(
     folder: RunDir,
+    prepared: PreparedRun,
     *,
     options: Options,
-    config: Config | None = None,
     allow_config_change: bool = False,
     until: int | None = None,
     on_step: OnStep | None = None,
 ) -> Run | None:
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
-    `config` (default: the run's config.yaml) and the files it names may differ from the checkpoint's only with
-    `allow_config_change`, else ValueError. Nothing of the run is changed before all of it is loaded; then the
+    Its configuration and the files it names may differ from the checkpoint's only with `allow_config_change`, else
+    ValueError. Nothing of the run is changed before all of it is loaded; then the
     checkpoint and config.yaml are written anew under another configuration.
     """
     with contextlib.ExitStack() as undo:
@@ -184,12 +184,12 @@ def resume(
             refuse_to_begin_again(folder, warnings)
         kept = CheckpointState.read(checkpoint) if checkpoint else None
         since = checkpoint.name if checkpoint else "it was made"
-        config = resolve(config or folder.read_config())
+        config = prepared.config
         before = absolute_paths(kept.config if kept else folder.read_config().written())
         settings = check_changes(before, config, since=since, allowed=allow_config_change)
         options, lost = started_with(folder, options)
         notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
-        method = _load(config, options=options, undo=undo, also=since)
+        method = _load(prepared, options=options, undo=undo, also=since)
         if kept is not None:
             method.add_judge_requests(kept.judge_requests)
         if config.run.epochs is not None:  # which gives the number of steps now
@@ -244,7 +244,15 @@ def _restored(
 
 
 def _notes_of(changes: Sequence[Change | ChangedInput], *, since: str) -> list[str]:
-    return [f"changed since {since}: {change}" for change in changes]
+    """Name the changes, and which setting a value follows from that nobody gave."""
+    changed = {change.setting for change in changes if isinstance(change, Change)}
+    notes = list[str]()
+    for change in changes:
+        reads = READS.get(change.setting, ()) if isinstance(change, Change) else ()
+        follows = [setting for setting in reads if setting in changed]
+        because = f" (follows from {and_list(follows)})" if follows else ""
+        notes.append(f"changed since {since}: {change}{because}")
+    return notes
 
 
 def other_versions(known: InputHashes, sources: InputHashes, *, since: str) -> list[str]:
@@ -335,13 +343,23 @@ def fork(
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
-    config = build_config(ignore_neutral(kept.config), overrides, source=source)
+    config = read_written(ignore_neutral(kept.config), source, kept.given)
+    if overrides:
+        config = derive_over(config, overrides, model_facts)
     tell_code(old.path, config)
     last = f"step {step} is the last of {old.path}: say how many steps the fork has, run.num_steps=N"
     epochs = config.run.epochs  # steps are known when rows are read
     if kept.run.phase == "rollout" and step >= config.run.num_steps and epochs is None:
+        if "run.num_steps" in config.given.typed:
+            raise ValueError(
+                f"run.num_steps={config.run.num_steps} counts from step 0, and the fork begins after step {step}: "
+                f"{step + 1} or more"
+            )
         raise ValueError(last)
-    new = create_run(output_dir or str(old.path.parent), name=name, config=config, overwrite=False)
+    runs = output_dir or str(old.path.parent)
+    check_new_run(runs, name=name, overwrite=False)
+    prepared = prepare(config)
+    new = create_run(runs, name=name, config=prepared.config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)
         changed = [before for before in reward_changes(old.read_environment()) if before <= step]
@@ -352,7 +370,7 @@ def fork(
         copy_best(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
-        run = resume(new, options=options, config=config, allow_config_change=True, until=until)
+        run = resume(new, prepared, options=options, allow_config_change=True, until=until)
         if run is None:
             raise ValueError(last)
         undo.callback(run.method.close)

@@ -95,6 +95,16 @@ class Method:
     def forget(self) -> None:
         """Discard what was computed from rows or frozen models, which are others now."""
 
+    @property
+    def max_rows(self) -> int | None:
+        """Return how many completions are sampled at a time at most, which memory may have halved; None: all, or none
+        are sampled.
+        """
+        return None
+
+    def restore_max_rows(self, rows: int) -> None:
+        """Go on with the limit of a checkpoint from this device."""
+
     def describe_memory(self) -> str:
         return self.policy.describe_memory()
 

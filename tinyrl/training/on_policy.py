@@ -29,6 +29,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.models.batch import Batch, Tokens
 from tinyrl.models.parallel import ALONE, World
+from tinyrl.process.signals import stop_held
 from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
     TokenColumns,
@@ -39,7 +40,6 @@ from tinyrl.rollout.records import (
     shown_samples,
     token_lines,
 )
-from tinyrl.runs.signals import stop_held
 from tinyrl.training.method import Method
 from tinyrl.training.policy_loss import (
     ROUNDING,
@@ -98,6 +98,13 @@ class OnPolicy(Method):
     @property
     def rows_of_epoch(self) -> tuple[int, int]:
         return len(self.collector.train_prompts), self.config.on_policy.num_prompts
+
+    @property
+    def max_rows(self) -> int | None:
+        return self.collector.engine.max_rows
+
+    def restore_max_rows(self, rows: int) -> None:
+        self.collector.engine.max_rows = rows
 
     def epoch_note(self) -> str:
         """Return the steps of an epoch, and how many completions and optimizer steps a step has."""

@@ -48,8 +48,8 @@ from tinyrl.generation.sample import Logprobs, Sample, conversations, kl_per_res
 from tinyrl.models.batch import Batch, Example, Item
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
+from tinyrl.process.signals import watched
 from tinyrl.rollout.collect import Collector
-from tinyrl.runs.signals import watched
 from tinyrl.training.method import Pass
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience, LossInputs, PolicyLossOptions
@@ -96,7 +96,7 @@ class Ppo(OnPolicy):
                 samples = conversations(episodes, mask_truncated=self.config.reward.truncated == "mask")
                 minibatches = run.partition(samples, size=config.minibatch_size)
             # 2. Their log-probabilities under the reference and before the update, and the critic's values.
-            run.updater.measure(self.trial_passes(samples))
+            run.fit_to_device(self.trial_passes(samples))
             with run.timed("reference"):
                 logprobs, measured = self.compute_logprobs(run, samples, minibatches)
             with run.timed("values"):

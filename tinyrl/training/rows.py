@@ -129,7 +129,7 @@ class RowMethod(Method):
         for step in run.steps():
             rows = batch_indices(self.config.run.seed, step, num_prompts=self.batch_size, num_rows=len(self.train_rows))
             examples = [example for row in rows for example in self.train_rows[row]]
-            run.updater.measure(self.trial_passes(examples))
+            run.fit_to_device(self.trial_passes(examples))
             one_pass, metrics = self.make_pass(examples, rows, run)
             run.start_update()
             with run.timed("update"):

@@ -15,22 +15,24 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import seeded_permutation
-from tinyrl.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.models.device import as_out_of_memory, device_name, peak_memory_gb, python_rng, restore_rng, rng_tensors
+from tinyrl.models.kernels import Kernels
 from tinyrl.models.parallel import CHECK_EVERY, check_replicas
+from tinyrl.process.errors import Interrupted, OutOfRoom, Stop, out_of_memory
+from tinyrl.process.signals import stop_held
 from tinyrl.rollout.records import room_for_samples
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.findings import Watch
@@ -39,9 +41,9 @@ from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
-from tinyrl.runs.signals import stop_held
 from tinyrl.runs.tracking import Trackers
-from tinyrl.training.method import Method
+from tinyrl.training.kernel_trial import KernelTrial
+from tinyrl.training.method import Method, Pass
 from tinyrl.training.policy_loss import Experience
 from tinyrl.training.step import Updater, load_optimizers, optimizer_tensors, rate_factor, role_optimizers
 
@@ -118,8 +120,12 @@ class CheckpointState(BaseModel):
     run: RunState
     micro_batch_tokens: int
     micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
+    max_rows: PositiveInt | None = None  # that are sampled at a time on that device
+    kernels: Kernels | None = None  # None: not chosen yet, or not written by an earlier version
+    kernels_place: str | None = None  # device and torch of that choice
     sources: InputHashes
     config: dict[str, Any]
+    given: dict[str, Any] | None = None  # None: by a run of an earlier version, which did not keep it
     records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
     python_random: list[Any]
     judge_requests: dict[str, NonNegativeInt] = {}  # that the run has made, by the judge's name among the rewards
@@ -228,6 +234,7 @@ class Run:
         self._saved_step = self._resumed_step = -1
         self.optimizers = role_optimizers(self.config.optim, self.policy.parameters)
         self.updater = Updater(self.policy, self.optimizers, self.config.optim.max_grad_norm, self._dump_bad_batch)
+        self.kernel_trial = KernelTrial(self.updater, setting=config.run.kernels)
         method.keep_output(folder.append_reward_output)
 
     # ---- from here to the end ----
@@ -321,6 +328,14 @@ class Run:
             self.metrics = StepMetrics()
             self._start = StepStart(self._state_now(), (rng_tensors(), python_rng()), self.folder.lengths())
             yield self.state.step
+
+    def fit_to_device(self, passes: Sequence[Pass]) -> None:
+        """Choose what is still open on a GPU by the passes of a step, before anything is computed that a later pass is
+        compared with: the budget of micro-batches, then the kernels.
+        """
+        self.updater.measure(passes)
+        for note in self.kernel_trial.decide(passes):
+            self.display.note(note)
 
     def start_update(self, **metrics: float) -> None:
         """Begin to change weights: copy them for a stop, or let it wait where they are large."""
@@ -498,8 +513,12 @@ class Run:
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
+            max_rows=self.method.max_rows,
+            kernels=self.kernel_trial.chosen,
+            kernels_place=self.kernel_trial.place,
             sources=self._hashed_sources(),
             config=self.config.written(),
+            given=self.config.written_given(),
             records=records,
             python_random=python_rng(),
             judge_requests=self.method.judge_requests(),
@@ -548,6 +567,8 @@ class Run:
                 notes.append(f"{what} (the first: {dropped[0]})")
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
             self._restore_budget(kept)
+        self._restore_max_rows(kept)
+        notes += self.kernel_trial.restore(kept.kernels, place=kept.kernels_place)
         notes += self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step
@@ -563,6 +584,15 @@ class Run:
         may_be_of_cpu = kept.micro_batch_device is None and kept.micro_batch_tokens <= budget.tokens
         if kept.micro_batch_device == here or (here == "cpu" and may_be_of_cpu):
             budget.restore(kept.micro_batch_tokens)
+
+    def _restore_max_rows(self, kept: CheckpointState) -> None:
+        """Go on with a checkpoint's limit of rows that are sampled at a time, where its device was such a one, unless
+        another limit is set now.
+        """
+        if kept.max_rows is None or kept.micro_batch_device != device_name(self.policy.device):
+            return
+        if kept.config["generation"]["max_rows"] == self.config.generation.max_rows:
+            self.method.restore_max_rows(kept.max_rows)
 
     def _interrupted(self, reason: Interrupted) -> None:
         """Tell other processes, put back what the step under way has changed, and save where the run then stands."""

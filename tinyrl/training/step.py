@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import OptimConfig
-from tinyrl.errors import GuardStop
 from tinyrl.models.device import free_bytes, reset_peak_memory, restore_torch_rng, torch_rng
 from tinyrl.models.micro_batches import PassMemory, SequenceLengths, Work
 from tinyrl.models.parallel import sum_step
 from tinyrl.models.policy import MOMENT_BYTES, Policy
+from tinyrl.process.errors import GuardStop
 from tinyrl.training.method import Pass
 
 MOST_SKIPS = 3  # steps in a row without a finite gradient before the run stops
@@ -71,7 +71,7 @@ class Updater:
                 if norm > 0.0:  # else momentum and weight decay alone would move the weights
                     optimizers[role].optimizer.step()
                     self._check_weights(role)
-        self._zero_grad()
+        self.zero_grad()
 
         names = {"policy": "optim/grad_norm", "critic": "value/grad_norm"}
         if self.scaler.is_enabled():
@@ -101,7 +101,7 @@ class Updater:
         def restart() -> None:
             restore_torch_rng(start)
             totals.clear()
-            self._zero_grad()
+            self.zero_grad()
 
         work = []
         for one in passes:
@@ -128,31 +128,38 @@ class Updater:
         def restart() -> None:
             restore_torch_rng(start)
             measured.clear()
-            self._zero_grad()
+            self.zero_grad()
 
         def run(one: Pass, lengths: SequenceLengths, rows: list[int]) -> None:
             reset_peak_memory(policy.device)
-            self._gradient(one, rows)
+            self.gradient(one, rows)
             taken = torch.cuda.max_memory_allocated(policy.device) - allocated  # with gradients of the pass before
             measured.append(PassMemory(cost=lengths.cost(rows), taken=taken))
 
         work = []
-        for one in passes:
-            lengths = policy.lengths(one.items)
-            longest = lengths.plan(range(len(lengths)), max_tokens=policy.micro_batches.tokens)[0]
-            widest = one._replace(items=[one.items[row] for row in longest])
+        for widest in self.widest(passes):
             lengths = policy.lengths(widest.items)
             work.append(Work(lengths, partial(run, widest, lengths)))
         policy.micro_batches.run(*work, restart=restart)
         policy.micro_batches.fit(measured, free=free)
         restart()
 
+    def widest(self, passes: Sequence[Pass]) -> list[Pass]:
+        """Return each pass over the items of its largest micro-batch alone."""
+        policy = self.policy
+        found = []
+        for one in passes:
+            lengths = policy.lengths(one.items)
+            longest = lengths.plan(range(len(lengths)), max_tokens=policy.micro_batches.tokens)[0]
+            found.append(one._replace(items=[one.items[row] for row in longest]))
+        return found
+
     def _backward(self, one: Pass, totals: dict[str, Tensor], rows: list[int]) -> None:
         """Add the gradient and the metrics of one micro-batch: the items of the pass at `rows`."""
-        for name, value in self._gradient(one, rows).items():
+        for name, value in self.gradient(one, rows).items():
             totals[name] = totals.get(name, torch.zeros_like(value)) + value
 
-    def _gradient(self, one: Pass, rows: list[int]) -> dict[str, Tensor]:
+    def gradient(self, one: Pass, rows: list[int]) -> dict[str, Tensor]:
         """Add the gradient of the items of a pass at `rows`; return the metrics of their loss."""
         policy = self.policy
         checkpointing = policy.gradient_checkpointing() if policy.config.model.gradient_checkpointing else nullcontext()
@@ -171,7 +178,8 @@ class Updater:
         if loss_scale:
             self.scaler.load_state_dict(loss_scale)
 
-    def _zero_grad(self) -> None:
+    def zero_grad(self) -> None:
+        """Discard the gradients of all roles."""
         for role in self.optimizers.values():
             role.optimizer.zero_grad(set_to_none=True)
 
@@ -190,7 +198,7 @@ class Updater:
         self.skipped_in_a_row += 1
         self.dump_bad_batch(why)
         if self.skipped_in_a_row >= MOST_SKIPS:
-            self._zero_grad()
+            self.zero_grad()
             raise GuardStop(
                 f"{MOST_SKIPS} optimizer steps in a row had numbers that are not finite ({why}) and changed no weight. "
                 "The batches are in nonfinite/. Try a lower optim.learning_rate, or model.dtype=float32."
@@ -296,14 +304,20 @@ def load_optimizers(optimizers: dict[str, RoleOptimizer], tensors: dict[str, Ten
 
 
 def schedule_notes(config: Config) -> list[str]:
-    """Return a warning where the learning rate never gets where it is set, since the run ends before its warm-up."""
-    warmup = config.optim.warmup_steps
+    """Return warnings where the run ends before a warm-up does: the learning rate never gets where it is set, or only
+    the critic is trained.
+    """
+    notes = list[str]()
     steps = config.run.num_steps
-    if warmup <= steps:
-        return []
-    most = steps / warmup
-    what = f"optim.warmup_steps={warmup} is more than run.num_steps={steps}"
-    return [f"warning: {what}: the learning rate gets to {most:.0%} of optim.learning_rate"]
+    warmup = config.optim.warmup_steps
+    if warmup > steps:
+        what = f"optim.warmup_steps={warmup} is more than run.num_steps={steps}"
+        notes.append(f"warning: {what}: the learning rate gets to {steps / warmup:.0%} of optim.learning_rate")
+    of_critic = config.critic.warmup_steps
+    if config.uses("critic") and of_critic >= steps:
+        what = f"critic.warmup_steps={of_critic} is no less than run.num_steps={steps}"
+        notes.append(f"warning: {what}: only the critic is trained, and the policy stays as it is")
+    return notes
 
 
 def rate_factor(schedule: str, step: int, *, num_steps: int, warmup_steps: int) -> float:

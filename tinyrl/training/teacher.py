@@ -20,7 +20,6 @@ from torch import Tensor
 from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
-from tinyrl.errors import Interrupted
 from tinyrl.generation.sample import Sample, loss_mask, sampled_logprobs, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example
@@ -31,7 +30,8 @@ from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Policy, Role
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import response_states
-from tinyrl.rollout.collect import Collector, prepare
+from tinyrl.process.errors import Interrupted
+from tinyrl.rollout.collect import Collector, prepare_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
 from tinyrl.training.policy_loss import Counts, TeacherOutputs
 
@@ -313,7 +313,7 @@ class PrivilegedPrompt:
         values = [{name: column[place] for name, column in found.items()} for place in range(len(samples))]
         hinted = [place for place, of_row in enumerate(values) if all(value is not None for value in of_row.values())]
         openings: list[str | None] = ["\n\n" + self.text.format(**values[place]) for place in hinted]
-        prepared = prepare(
+        prepared = prepare_rows(
             [rows[place] for place in hinted],
             policy=self.collector.policy,
             task=self.collector.task,

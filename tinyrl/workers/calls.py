@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from tinyrl.errors import CodeChanged
+from tinyrl.process.errors import CodeChanged
 from tinyrl.text import did_you_mean
 from tinyrl.workers import protocol
 from tinyrl.workers.loading import FunctionSource

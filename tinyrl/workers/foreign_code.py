@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.runs.launched import launched
+from tinyrl.process.launched import launched
 from tinyrl.text import one_line
 from tinyrl.workers.imports import OWN_PACKAGE
 from tinyrl.workers.loading import HERE, FunctionSource, parse_use

@@ -23,9 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tinyrl.errors import machine_memory
-from tinyrl.runs.launched import VARIABLES
-from tinyrl.runs.signals import check_stop
+from tinyrl.process.errors import machine_memory
+from tinyrl.process.launched import VARIABLES
+from tinyrl.process.signals import check_stop
 from tinyrl.text import escape_control, mask_url, one_line
 from tinyrl.workers import protocol, supervisor, worker
 

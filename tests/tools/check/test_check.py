@@ -17,9 +17,10 @@ from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE, read_rows
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
+from tinyrl.rollout.prepared import prepare
 from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, read_shapes
+from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, longest_text, read_shapes
 from tinyrl.training.load import load_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
@@ -51,6 +52,7 @@ def test_the_default_run_is_sound_and_its_rates_are_written(tmp_path: Path, monk
 
 def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tinyrl.tools.report.write_report", lambda folder: ())  # takes longer than the run
     Path("mine.py").write_text(
         "def bad(completions, **_): return [1 / 0 for c in completions]\n"
         "def fine(completions, answer, **_):\n"
@@ -92,7 +94,7 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     section = {"sft": "sft", "reward": "reward_model"}.get(method)
     sections = {section: {"batch_size": 4}} if section else {}
     config = running.config(method, tiny("llama"), task={"name": "rows", "data": str(file)}, **sections)
-    trainer = load_method(config, options=running.Options(device="cpu"))
+    trainer = load_method(prepare(config), options=running.Options(device="cpu"))
     collector = trainer.collector if isinstance(trainer, OnPolicy) else None
     if isinstance(trainer, RowMethod):
         longest = max(sum(len(text) for one in row for text in one.texts) for row in trainer.train_rows)
@@ -102,7 +104,7 @@ def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tm
     ends = collector and (set(collector.engine.eos), len(collector.train_prompts))
     weights = {role: {n: p.detach().clone() for n, p in of.items()} for role, of in trainer.policy.parameters.items()}
     try:
-        step = worst_step(trainer).facts
+        step = worst_step(trainer, text=[]).facts
     finally:
         trainer.close()
     assert step["seconds"]["update"] > 0
@@ -212,10 +214,23 @@ def test_what_does_not_fit_is_found() -> None:
     assert check_memory(config, device="cpu", memory="8GB").findings == []
     [finding] = check_memory(config, device="cpu", memory="0.1GB").findings
     assert "run.micro_batch_tokens" in finding.change
-    assert [bytes_of(text) for text in ("24GB", "1.5 T", "80gib", "512M")] == [24e9, 1.5e12, 80e9, 512e6]
-    for text in ("24XB", "", "0GB", "GB"):
+    assert [bytes_of(text) for text in ("24GB", "1.5 T", "80gib", "512M", "24")] == [24e9, 1.5e12, 80e9, 512e6, 24e9]
+    for text in ("24XB", "", "0GB", "GB", "24B"):
         with pytest.raises(ValueError, match="--memory"):
             bytes_of(text)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tokens"),
+    [
+        ("starter-grpo", None),  # a prompt and its answer
+        ("gsm8k-python-1.5b", 512 + 768 + 3 * 200),  # max_new_tokens are of the whole episode
+        ("lookup", 32 + 24 + 3 * 8),  # replies of the task itself
+    ],
+)
+def test_the_longest_text_of_an_episode_has_its_replies(recipe: str, tokens: int | None) -> None:
+    config = load_config("grpo", recipe, overrides=[])
+    assert longest_text(config) == tokens or config.generation.max_prompt_tokens + config.generation.max_new_tokens
 
 
 DOUBLE = """

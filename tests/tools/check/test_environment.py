@@ -1,8 +1,8 @@
 """Findings of scripts that were played in an environment, made from planted replies."""
 
 from tests.tiny_models import TinyModels
-from tinyrl.config.schema import Config
 from tinyrl.environments import Reply
+from tinyrl.runs.resolve import config_of
 from tinyrl.tools.check.environment import CHARS_A_TOKEN, PlayedScripts, Script, replies_are_cut, room_for_observation
 
 
@@ -26,5 +26,5 @@ def test_room_for_a_reply_is_what_responses_leave_of_the_positions(tiny: TinyMod
     """Of 512 positions, in two gaps between three turns; a model that is not here has any."""
     values = {"method": "grpo", "environment": {"max_turns": 3}, "generation": {"max_new_tokens": 111}}
     of_tiny, elsewhere = ({**values, "model": {"path": path}} for path in (str(tiny("llama")), "owner/name"))
-    assert room_for_observation(Config.model_validate(of_tiny)) == 200
-    assert room_for_observation(Config.model_validate(elsewhere)) > 1 << 20
+    assert room_for_observation(config_of(of_tiny)) == 200
+    assert room_for_observation(config_of(elsewhere)) > 1 << 20

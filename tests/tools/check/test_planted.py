@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tinyrl.cli.train import config_of
+from tinyrl.cli.train import typed_config
 from tinyrl.data.writers import write_rows
+from tinyrl.process.launched import Options
 from tinyrl.runs.finding import found_by
-from tinyrl.runs.launched import Options
 from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
@@ -188,7 +188,7 @@ def here(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sections_of(words: str, options: dict[str, Any]) -> list[CheckSection]:
-    config = config_of(words.split())
+    config = typed_config(words.split())
     sections = [*check(config, options=Options(device="cpu"), **options)]
     assert all(len(section.render().splitlines()) <= 20 and "\x1b" not in section.render() for section in sections)
     return sections

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +74,22 @@ SAME = [[0.5] * 8] * 16
 def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) -> None:
     fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "rollout_seconds")}
     assert change in found(planted(groups_of(**fields), **seen))[name]
+
+
+@pytest.mark.parametrize("rewards", [[0.0] * 8, [0.5] * 8, [1.0] * 8])
+def test_a_distillation_has_no_finding_about_rewards(rewards: list[float]) -> None:
+    seen = planted(groups_of([rewards] * 16, texts=[f"so 7 {i}" for i in range(8)], gold="#### 7"), knows_gold=True)
+    distillation = load_config("distill", "starter-distill", overrides=["distill.group_size=8"])
+    assert found(seen)
+    assert found(replace(seen, config=distillation)) == {}
+
+
+def test_a_run_without_groups_is_told_of_prompts() -> None:
+    alone = load_config("ppo", "starter-ppo", overrides=["ppo.group_size=1"])
+    seen = replace(planted(groups_of([[0.0] * 8] * 16), knows_gold=True), config=alone)
+    page = section(seen)
+    assert [one.name for one in page.findings] == ["too hard"]
+    assert "group" not in page.render() + page.findings[0].what
 
 
 @pytest.mark.parametrize(("right", "is_finding"), [(0, True), (7, False)])

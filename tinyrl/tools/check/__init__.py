@@ -1,6 +1,7 @@
 """`tinyrl check`: find out whether a run will work and what it costs, on one page, before it costs anything.
 
 section.py         a part of the page
+first_row.py       the first row as the model reads it, without a model
 reward.py          the reward tried on rows, without a model
 environment.py     the environment tried with scripted turns, without a model; tool_arguments.py: calls of a tool
 offline.py         memory by arithmetic
@@ -18,20 +19,18 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tinyrl.config.recipe import as_override
+from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
-from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
-from tinyrl.errors import ExplainedByCheck
+from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import PreparedRun, PreparedSettings, prepare, prepare_settings
 from tinyrl.runs.finding import Finding
-from tinyrl.runs.launched import Options
 from tinyrl.runs.provenance import versions
-from tinyrl.runs.resolve import check_room_for_responses, resolve
-from tinyrl.tasks import load_task
-from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.tasks.run_rows import rows_of_run, shared_by_splits
+from tinyrl.tasks.run_rows import shared_by_splits
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
+from tinyrl.tools.check.first_row import read_first_row
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.reward import check_reward, has_environment
@@ -65,30 +64,32 @@ def check(
     for this machine or one of so much memory; write: where to write the pass rates of the prompts that were tried;
     prompts, samples: to sample from, and of each (None: a group, at least 8); minutes: for this and the largest step.
     """
-    given = config
-    config = resolve(config)
-    check_room_for_responses(config)
-    yield check_settings(given, config)
     if offline:
-        yield check_memory(config, device=options.device, memory=memory)
+        settings = prepare_settings(config)
+        yield check_settings(config, settings)
+        yield check_memory(settings.config, device=options.device, memory=memory)
         return
-    rows, train = _rows(config, quick=quick)
-    parts = _without_models(config, train, asks_judges=quick)
+    prepared = prepare(config)
+    yield check_settings(config, prepared)
+    rows = check_rows(prepared, quick=quick)
+    parts = _without_models(prepared, asks_judges=quick)
     if quick:
         yield from (rows, *parts)
         return
     yield from _with_models(
-        config, rows, parts, options=options, write=write, prompts=prompts, samples=samples, minutes=minutes
+        prepared, rows, parts, options=options, write=write, prompts=prompts, samples=samples, minutes=minutes
     )
 
 
-def _without_models(config: Config, train: list[Row], *, asks_judges: bool) -> list[CheckSection]:
+def _without_models(prepared: PreparedRun, *, asks_judges: bool) -> list[CheckSection]:
     """Try reward and environment on rows, of a method that samples; asks_judges: each judge answers one question too,
     where no model is loaded, whose start asks it more.
     """
+    config = prepared.config
+    task = prepared.task
+    train = prepared.rows.train
     if not config.samples:
         return []
-    task = load_task(config.task.name or "rows", grading=config.task.grading)
     parts = [check_reward(config, task, train), check_environment(config, task, train)]
     if asks_judges:
         parts.append(check_judges(config, task, train))
@@ -96,7 +97,7 @@ def _without_models(config: Config, train: list[Row], *, asks_judges: bool) -> l
 
 
 def _with_models(
-    config: Config,
+    prepared: PreparedRun,
     rows: CheckSection,
     parts: list[CheckSection],
     *,
@@ -113,9 +114,10 @@ def _with_models(
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
+    config = prepared.config
     with out_of_memory_stops("while the run was checked"):
         try:
-            method, notes = _start(config, options)
+            method, notes = _start(prepared, options)
         except ExplainedByCheck as error:
             yield from (rows, *parts)
             yield refused(str(error))
@@ -124,14 +126,11 @@ def _with_models(
             yield from (rows, *parts)
             raise
         with closing(method):
-            cut = excerpt("\n".join(loaded.row_lines(method)), 4 * SHOWN)
-            rows.lines.append(cut.head)
-            if cut.omitted:
-                rows.lines += [f"[{cut.omitted:,} characters]", cut.tail]
+            _show(rows, loaded.row_lines(method))
             yield from (rows, *parts)
             yield loaded.check_model(method, notes)
             if not isinstance(method, OnPolicy):
-                yield largest_step.worst_step(method)
+                yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
             knows_gold = gold is not None and gold >= config.task.solved_reward
@@ -140,15 +139,16 @@ def _with_models(
             )
             yield policy.section(trial)
             if write is not None:
-                yield CheckSection("rates", [policy.write_rates(write, config, policy.rates_by_row(trial))])
+                line = policy.write_rates(write, prepared, policy.rates_by_row(trial))
+                yield CheckSection("rates", [line])
             seconds = largest_step.estimated_seconds(trial, method.collector)
             if trial.seconds + seconds > 60 * minutes:
                 yield largest_step.rough_step(config, seconds, minutes=minutes, device=options.device)
             else:
-                yield largest_step.worst_step(method)
+                yield largest_step.worst_step(method, text=prepared.rows.text)
 
 
-def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list[str]]:
+def _start(prepared: PreparedRun, options: Options) -> tuple[OnPolicy | RowMethod, list[str]]:
     """Load the method of a run and check what it checks before step 1; return it and its notes. Raises ExplainedByCheck
     where the run would be refused.
     """
@@ -157,7 +157,7 @@ def _start(config: Config, options: Options) -> tuple[OnPolicy | RowMethod, list
     from tinyrl.training.saves import check_saves
     from tinyrl.training.step import schedule_notes
 
-    method = load_method(config, options=options)
+    method = load_method(prepared, options=options)
     try:
         threads = resolve_threads(method.policy)
         check_saves(method)
@@ -173,12 +173,12 @@ def refused(reason: str) -> CheckSection:
     return CheckSection("model", ["not tried: the run is refused"], findings=[finding])
 
 
-def check_settings(given: Config, config: Config) -> CheckSection:
+def check_settings(given: Config, prepared: PreparedSettings) -> CheckSection:
     """Return the settings that differ from the defaults, those that `resolve` chose for the model, and the machine."""
+    config = prepared.config
     defaults = _by_name(Config(method=config.method))
     before = _by_name(given)
-    task = load_task(config.task.name or "rows", grading=config.task.grading)
-    unused = () if config.environment.agent or has_environment(config, task) else ("environment.",)
+    unused = () if config.environment.agent or has_environment(config, prepared.task) else ("environment.",)
     now = {name: value for name, value in _by_name(config).items() if not name.startswith(unused)}
     differing = {name: value for name, value in now.items() if defaults.get(name) != value}
     chosen = {name: value for name, value in differing.items() if isinstance(value, int) and before[name] != value}
@@ -203,9 +203,19 @@ def _by_name(config: Config) -> dict[str, Any]:
     return found
 
 
-def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
-    """Read the rows of both splits; the section shows how many there are and the first. Return those to train on."""
-    rows = rows_of_run(config)
+def _show(section: CheckSection, lines: list[str]) -> None:
+    """Add lines with a row's texts to a section, without the middle of long ones."""
+    cut = excerpt("\n".join(lines), 4 * SHOWN)
+    section.lines.append(cut.head)
+    if cut.omitted:
+        section.lines += [f"[{cut.omitted:,} characters]", cut.tail]
+
+
+def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
+    """Return how many rows there are of each split, and the first of them."""
+    config = prepared.config
+    task = prepared.task
+    rows = prepared.rows
     train = rows.train
     held_out = rows.held_out
     source = config.task.data or f"the task {config.task.name}"
@@ -219,9 +229,6 @@ def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
         lines += shared_by_splits(train, held_out, rows.kind, system_prompt=config.task.system_prompt)
     row = train[0]
     if config.samples:
-        task = load_task(config.task.name or "rows")
-        check_rewarded(config, task, train)
-        check_hint(config, train)
         gold = task.gold(row)
         prompt = task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
@@ -231,6 +238,10 @@ def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
             lines.append("read as letters of the task sort; rows of another kind need task.name=rows")
     lines.append("columns: " + ", ".join(f"{name}={one_line(repr(value), 30)}" for name, value in row.items()))
     section = CheckSection("rows", lines, {"train": len(train), "held_out": len(held_out), "first": row})
+    if quick:
+        first = read_first_row(config, task, rows.kind, row)
+        section.facts["tokens"] = first.tokens
+        _show(section, first.lines)
     if len(known) == 1 < len(train):
         finding = Finding(
             name="one row",
@@ -250,4 +261,4 @@ def _rows(config: Config, *, quick: bool) -> tuple[CheckSection, list[Row]]:
             is_harmless=True,
         )
         section.findings.append(finding)
-    return section, train
+    return section

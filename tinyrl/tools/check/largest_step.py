@@ -12,19 +12,19 @@ from typing import Any, Unpack
 import torch
 
 from tinyrl.config.schema import Config
-from tinyrl.errors import OutOfRoom
+from tinyrl.data.readers import Placed
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
 from tinyrl.models.parallel import ALONE
+from tinyrl.process.errors import OutOfRoom
 from tinyrl.rewards.scorer import Scorer, Scores
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tasks.run_rows import text_rows
 from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial
@@ -42,9 +42,9 @@ LESS_MEMORY = (
 )
 
 
-def worst_step(method: OnPolicy | RowMethod) -> CheckSection:
+def worst_step(method: OnPolicy | RowMethod, *, text: Placed) -> CheckSection:
     """Train one step of the longest rows, every response as long as it may be, and evaluate after it, in a session that
-    is thrown away: its peak is the run's. The method is of no use afterwards.
+    is thrown away: its peak is the run's. The method is of no use afterwards. text: the rows of ppo.ptx_data.
     """
     policy = method.policy
     device = policy.device
@@ -57,7 +57,7 @@ def worst_step(method: OnPolicy | RowMethod) -> CheckSection:
         tokens = len(collector.train_prompts[0].tokens)
         size = f"{method.config.on_policy.batch_size} responses of {method.collector.longest_response} tokens"
         longest = f"{size} to prompts of up to {tokens}"
-        method = make_method(collector, text_rows(config))
+        method = make_method(collector, text)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     room = memory_room(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from tinyrl.runs.finding import Finding
 from tinyrl.tasks.answers import answer_end
 from tinyrl.tasks.prompts import PreparedPrompt, most_tokens, render_prompt
 from tinyrl.text import truncate
+from tinyrl.tools.check.first_row import lines_of
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
@@ -61,11 +63,9 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     collector = method.collector
     tokenizer = method.policy.tokenizer
     first = collector.train_prompts[0]
-    pieces = [str(tokenizer.decode([token])) for token in first.tokens[-12:]]
     lengths = sorted(len(prompt.tokens) for prompt in collector.train_prompts)
     lines = [
-        f"as the model reads it: {first.text!r}",
-        f"its last tokens: {pieces}",
+        *lines_of(tokenizer, first.text, first.tokens),
         f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}",
     ]
     if isinstance(runner := collector.runner, EpisodeRunner):
@@ -204,38 +204,45 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     room = [min(n, policy.positions - len(prompt)) for (_, n), prompt in zip(LENGTHS, prompts, strict=True)]
     responses = [ordinary_ids(most, n, start=100 * (i + 1)) for i, n in enumerate(room)]
 
-    def logprobs(batch: Batch, *, widened: bool = False) -> Tensor:
-        """(b, T) as training computes them, or `widened` to float32 throughout."""
-        how = in_float32 if widened else lambda _: policy.run_device.autocast()
-        with torch.no_grad(), policy.acting("policy") as model, how(model):
-            return policy.logprobs("policy", batch, temperature=temperature)[0].float().cpu()
-
-    def alone(*, widened: bool = False) -> Tensor:
-        rows = [batch_of(examples([p], [r]), device=device) for p, r in zip(prompts, responses, strict=True)]
-        return pad_sequence([logprobs(row, widened=widened)[0] for row in rows], batch_first=True)
-
-    def compare(name: str, ours: Tensor, theirs: Tensor, exact: Callable[..., Tensor]) -> None:
-        """Compare log-probabilities; in half precision, how near each is to `exact(widened=True)`."""
-        gap = float((ours - theirs).abs().max())
-        said = f"log-probabilities differ by at most {gap:.1g}"
-        good = gap < MOST_IN_FLOAT32
-        if policy.causal.dtype != torch.float32 or policy.run_device.dtype != torch.float32:
-            there = (ours != 0) | (theirs != 0)
-            wide = exact(widened=True)  # not padding
-            error, other = (float((x - wide).abs()[there].mean()) for x in (ours, theirs))
-            said += f"; from float32 by {error:.2g} and {other:.2g} on average"
-            good = as_exact(error, other)
-        checks.append(Check(name, "ok" if good else "wrong", said))
-
     if policy.config.trains.policy:
-        wanted = alone()
-        padded = batch_of(examples(prompts, responses), device=device)
-        compare("padded = unpadded", logprobs(padded), wanted, alone)
+        rows = [batch_of(examples([p], [r]), device=device) for p, r in zip(prompts, responses, strict=True)]
+        padded = _logprobs(policy, [batch_of(examples(prompts, responses), device=device)], temperature)
+        by_themselves = _logprobs(policy, rows, temperature)
+        exact = partial(_logprobs, policy, rows, temperature, widened=True)
+        checks.append(_compared("padded = unpadded", policy, padded, by_themselves, exact))
     if engine is not None and engine.name != "server":
         requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
         drawn = [sample for group in engine.sample(requests, 2, seed=0, step=0) for sample in group]
         batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), device=device)
         cached = pad_sequence([torch.tensor(sample.logprobs) for sample in drawn], batch_first=True)
-        again = partial(logprobs, batch)
-        compare("cached generation = rescored", cached, again(), again)
+        rescored = _logprobs(policy, [batch], temperature)
+        exact = partial(_logprobs, policy, [batch], temperature, widened=True)
+        checks.append(_compared("cached generation = rescored", policy, cached, rescored, exact))
     return checks
+
+
+def _logprobs(policy: Policy, batches: list[Batch], temperature: float, *, widened: bool = False) -> Tensor:
+    """Return the log-probabilities of the rows of batches, (rows, T), as training computes them, or `widened` to
+    float32 throughout.
+    """
+    rows = list[Tensor]()
+    for batch in batches:
+        with torch.no_grad(), policy.acting("policy") as model, ExitStack() as precision:
+            precision.enter_context(in_float32(model) if widened else policy.run_device.autocast())
+            rows += policy.logprobs("policy", batch, temperature=temperature)[0].float().cpu()
+    return pad_sequence(rows, batch_first=True)
+
+
+def _compared(name: str, policy: Policy, ours: Tensor, theirs: Tensor, exact: Callable[[], Tensor]) -> Check:
+    """Compare log-probabilities; in half precision, by how near each is to the exact ones."""
+    gap = float((ours - theirs).abs().max())
+    said = f"log-probabilities differ by at most {gap:.1g}"
+    good = gap < MOST_IN_FLOAT32
+    if policy.causal.dtype != torch.float32 or policy.run_device.dtype != torch.float32:
+        wide = exact()
+        not_padding = (ours != 0) | (theirs != 0)
+        our_error = float((ours - wide).abs()[not_padding].mean())
+        their_error = float((theirs - wide).abs()[not_padding].mean())
+        said += f"; from float32 by {our_error:.2g} and {their_error:.2g} on average"
+        good = as_exact(our_error, their_error)
+    return Check(name, "ok" if good else "wrong", said)

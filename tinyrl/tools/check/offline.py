@@ -16,11 +16,14 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import json_object
+from tinyrl.tasks import load_task
 from tinyrl.text import format_bytes
+from tinyrl.tools.check.reward import has_environment
 from tinyrl.tools.check.section import CheckSection
 
 PROCESS = {"cpu": 0.45e9, "cuda": 0.0}  # Python, torch and its libraries; on a GPU only tensors are counted
 BYTES_A_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}  # NF4 with its scales (2305.14314, section 3), LLM.int8
+UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 ROOM_FOR_CACHE = 0.4  # of the free memory: the sampler decodes fewer rows at a time where all would need more
 
 
@@ -187,13 +190,15 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
 
 
 def longest_text(config: Config) -> int:
-    """Return the most tokens of a prompt with its completion, or with all turns of an episode."""
-    generation = config.generation
+    """Return the most tokens of a prompt with its completion: of an episode with the replies between its turns, whose
+    own tokens generation.max_new_tokens limits together. The template's text around a reply is not counted.
+    """
+    longest = config.generation.max_prompt_tokens + config.generation.max_new_tokens
     environment = config.environment
-    new = generation.max_new_tokens
-    if environment.name or environment.tools or environment.agent:
-        new += (environment.max_turns - 1) * (environment.max_observation_tokens + generation.max_new_tokens)
-    return generation.max_prompt_tokens + new
+    task = load_task(config.task.name or "rows")
+    if environment.agent or has_environment(config, task):
+        longest += (environment.max_turns - 1) * environment.max_observation_tokens
+    return longest
 
 
 def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
@@ -261,8 +266,8 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
 
 
 def bytes_of(text: str) -> float:
-    """Parse an amount of memory, such as 24GB. Raises ValueError for other text."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    """Parse an amount of memory in GB, such as 24, or with its unit, such as 24GB. Raises ValueError for other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?)?\s*", text, re.IGNORECASE)
     if match is None or not float(match[1]):
-        raise ValueError(f"--memory {text}: an amount such as 24GB")
-    return float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ")
+        raise ValueError(f"--memory {text}: an amount in GB, such as 24, or with its unit, such as 512MB")
+    return float(match[1]) * UNITS[(match[2] or "G").upper()]

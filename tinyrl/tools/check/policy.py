@@ -22,10 +22,10 @@ from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
 from tinyrl.numbers import mean, numbers
 from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, to_float
-from tinyrl.tasks import load_task
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import format_number, format_seconds, one_line
@@ -118,7 +118,13 @@ class Trial:
         return self.knows_gold or any(rate > 0 for rate in self.pass_rates)
 
     @property
+    def has_groups(self) -> bool:
+        """Return whether the run compares completions of one prompt."""
+        return self.config.on_policy.group_size > 1
+
+    @property
     def group_size(self) -> int:
+        """Return the completions of a prompt that are compared: of the run's groups, else those of this trial."""
         size = self.config.on_policy.group_size
         return size if size > 1 else self.samples
 
@@ -436,10 +442,12 @@ def decided_prompts(trial: Trial) -> Finding | None:
             "task.data=ROWS.jsonl."
         )
     flat = 1 - trial.spread
+    what = f"{flat:.0%} of the groups would have one reward for all, which teaches nothing"
+    if not trial.has_groups:
+        what = f"{flat:.0%} of the prompts have one reward for all completions, which teaches little"
     return Finding(
         name=name,
-        what=f"{flat:.0%} of the groups would have one reward for all, which teaches nothing; {trial.pass_rate:.1%} of "
-        "the completions are right.",
+        what=f"{what}; {trial.pass_rate:.1%} of the completions are right.",
         change=change,
         figures={"flat": flat, "pass_rate": trial.pass_rate},
     )
@@ -539,13 +547,17 @@ OF_REWARDS = (
 
 
 def findings_in(trial: Trial) -> list[Finding]:
-    """Return the findings of a trial, without those that follow from failed episodes or missing rewards alone."""
-    consequences = list[Callable[[Trial], Finding | None]]()
-    if trial.config.trains.rewarded and trial.dropped > 0.5:
-        consequences += OF_REWARDS
+    """Return the findings of a trial, without those that follow from failed episodes or missing rewards alone, and
+    without those about rewards where the method learns from none.
+    """
+    left_out = list[Callable[[Trial], Finding | None]]()
+    if not trial.config.trains.rewarded:
+        left_out += [*OF_REWARDS, right_answers_in_another_form]
+    elif trial.dropped > 0.5:
+        left_out += OF_REWARDS
     if trial.play_failed > 0.5:
-        consequences += OF_TEXTS
-    return found_by([check for check in FINDINGS if check not in consequences], trial)
+        left_out += OF_TEXTS
+    return found_by([check for check in FINDINGS if check not in left_out], trial)
 
 
 # ---- the page ----
@@ -570,7 +582,8 @@ def section(trial: Trial) -> CheckSection:
             f"reward {format_number(trial.reward_mean)} on average, greedily {format_number(trial.reward_greedy)}"
         )
         if not math.isnan(trial.spread):  # fewer samples than a group
-            lines.append(f"{trial.spread:.0%} of groups of {trial.group_size} have rewards that differ")
+            groups = f"groups of {trial.group_size}" if trial.has_groups else "prompts"
+            lines.append(f"{trial.spread:.0%} of {groups} have rewards that differ")
         best = max(rewarded(trial.answers), key=lambda answer: answer.reward)
         worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
         for answer in (best, worst):
@@ -602,15 +615,17 @@ def rates_by_row(trial: Trial) -> dict[str, float]:
     return {group[0].row: rate for group, rate in zip(trial.groups, trial.pass_rates, strict=True)}
 
 
-def write_rates(path: Path, config: Config, rates: dict[str, float]) -> str:
+def write_rates(path: Path, prepared: PreparedRun, rates: dict[str, float]) -> str:
     """Write the rows of task.data, or a task's own, with a column `pass_rate` for those that were tried. Read as
     task.data they fall into the same training and held-out rows as before.
     """
+    config = prepared.config
     where = config.task
-    if load_task(where.name or "rows").generate is not None:
+    if prepared.task.generate is not None:
         raise ValueError("--write: rows that are made have no file to put rates into")
     everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    rows = rows_of_run(config.model_copy(update={"task": where.model_copy(update=everything)})).train
+    uncut = config.model_copy(update={"task": where.model_copy(update=everything)})
+    rows = rows_of_run(uncut, prepared.task).train
     rated = [{**row, PASS_RATE: json_safe(to_float(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
     write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
     return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

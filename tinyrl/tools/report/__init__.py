@@ -160,35 +160,62 @@ def completions(held_out: HeldOut) -> dict[str, Any]:
     return {"first": first, "last": last, "changes": first != last, "steps": steps, "same": same, "extremes": extremes}
 
 
+# Quantities by which a token can be coloured, by the letters of page.html's classes.
+ADVANTAGE = "a"
+CHANGE = "d"  # of the log-probability, by the update
+FROM_REFERENCE = "k"
+LOGPROB = "s"
+TEACHER = "t"
+VALUE = "v"
+REWARD = "w"
+QUANTITIES = (ADVANTAGE, CHANGE, FROM_REFERENCE, LOGPROB, TEACHER, VALUE, REWARD)
+
+
+def quantities_of(token: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers by which a token can be coloured; none for one that the policy only read."""
+    if token.get("chosen") is False:
+        return {}
+    number = {name: to_float(token.get(name)) for name in records.NUMBERS}
+    found = {
+        ADVANTAGE: number["advantage"],
+        CHANGE: number["new"] - number["old"],
+        FROM_REFERENCE: number["old"] - number["ref"],
+        LOGPROB: number["old"],
+        TEACHER: number["teacher"],
+        VALUE: number["value"],
+        REWARD: number["reward"],
+    }
+    return {quantity: value for quantity, value in found.items() if math.isfinite(value) and value}
+
+
+def classes_of(token: dict[str, Any], scales: dict[str, float]) -> str:
+    """Return the classes of page.html that colour a token: a letter, m below 0, and a level up to LEVELS."""
+    classes = list[str]()
+    for quantity, value in quantities_of(token).items():
+        level = round(max(-1.0, min(1.0, value / scales[quantity])) * LEVELS)
+        sign = "m" if level < 0 else ""
+        if level:
+            classes.append(f"{quantity}{sign}{abs(level)}")
+    if token.get("chosen") is False:
+        classes.append("unchosen")
+    return " ".join(classes)
+
+
 def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the completions with a class for the colour of each token, and the scale of each quantity, by the letters
-    that page.html explains: the 95th percentile of its sizes has the strongest colour, LEVELS. Nothing where no token
-    was recorded.
+    """Return the completions with a class for the colour of each token, and the scale of each quantity: the 95th
+    percentile of its sizes has the strongest colour, LEVELS. Nothing where no token was recorded.
     """
-
-    def quantities(token: dict[str, Any]) -> dict[str, float]:
-        """Return the finite numbers by which a token can be coloured; none for one that the policy only read."""
-        n = {name: to_float(token.get(name)) for name in records.NUMBERS}
-        found = {"a": n["advantage"], "d": n["new"] - n["old"], "k": n["old"] - n["ref"], "s": n["old"]}
-        found |= {"t": n["teacher"], "v": n["value"], "w": n["reward"]}
-        known = {key: value for key, value in found.items() if math.isfinite(value) and value}
-        return {} if token.get("chosen") is False else known
-
-    each = [quantities(token) for one in samples for token in one["tokens"]]
-    sizes = {key: sorted(abs(found[key]) for found in each if key in found) for key in "adkstvw"}
+    each = [quantities_of(token) for one in samples for token in one["tokens"]]
+    sizes = {key: sorted(abs(found[key]) for found in each if key in found) for key in QUANTITIES}
     scales = {key: of[math.ceil(0.95 * len(of)) - 1] for key, of in sizes.items() if of}
     shown = []
     for sample in samples:
         pieces = []
         for token in sample["tokens"]:
             known = {name: value for name in records.NUMBERS if math.isfinite(value := to_float(token.get(name)))}
-            levels = {key: round(max(-1.0, min(1.0, value / scales[key])) * LEVELS)
-                      for key, value in quantities(token).items()}  # fmt: skip
-            classes = [f"{key}{'m' * (level < 0)}{abs(level)}" for key, level in levels.items() if level]
-            classes += ["unchosen"] if token.get("chosen") is False else []
             about = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
-            pieces.append((piece, " ".join(classes), about, known.get("reward")))
+            pieces.append((piece, classes_of(token, scales), about, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
         shown.append({**sample, "prompt": prompt, "reward": to_float(sample.get("reward")), "tokens": pieces})
     return {"tokens": shown, "scales": scales, "levels": LEVELS} if any(each) else {}

@@ -191,9 +191,13 @@ def draw(figure: Figure, panel: Panel, box: Box, span: tuple[float, float], *, n
     """
     share = panel.metric.share
     roles = [line.role for line in panel.lines]
-    labels = [f"{line.label} " * (named or line.role not in TEXT_COLOURS) + typeset_number(line.end, share=share)
-              for line in panel.lines]  # fmt: skip
-    right = 14 + 10 * (not {*roles} <= TEXT_COLOURS) + LETTER * max(map(len, labels))
+    labels = list[str]()
+    for line in panel.lines:
+        end = typeset_number(line.end, share=share)
+        has_name = named or line.role not in TEXT_COLOURS
+        labels.append(f"{line.label} {end}" if has_name else end)
+    room_for_marks = 0 if {*roles} <= TEXT_COLOURS else 10
+    right = 14 + room_for_marks + LETTER * max(map(len, labels))
     x = box[0] + LEFT
     y = box[1] + TOP
     width = box[2] - LEFT - right

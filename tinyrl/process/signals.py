@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from tinyrl.errors import Interrupted
+from tinyrl.process.errors import Interrupted
 
 SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
 LOOK_EVERY_S = 1.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinyrl.runs.launched import Launched, launched
+from tinyrl.process.launched import Launched, launched
 
 ALL = {"WORLD_SIZE": "8", "RANK": "5", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 

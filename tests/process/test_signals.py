@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tinyrl.errors import Interrupted
-from tinyrl.runs.signals import SIGNALS, StopFlag, check_stop, stop_held
+from tinyrl.process.errors import Interrupted
+from tinyrl.process.signals import SIGNALS, StopFlag, check_stop, stop_held
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def test_a_closed_terminal_does_not_stop_a_run_started_with_nohup():
     ],
 )
 def test_a_second_ctrl_c_leaves_at_once(signals: str, code: int, printed: str):
-    script = "import os, signal\nfrom tinyrl.runs.signals import StopFlag\nwith StopFlag() as flag:\n"
+    script = "import os, signal\nfrom tinyrl.process.signals import StopFlag\nwith StopFlag() as flag:\n"
     script += "".join(f"    os.kill(os.getpid(), signal.{name})\n" for name in signals.split())
     script += "    print('going on, stopped by', flag.by)"
     command = [sys.executable, "-c", script]

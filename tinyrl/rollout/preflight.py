@@ -1,0 +1,110 @@
+"""Checks of settings before torch is imported and rows are read: model folders, rewards, the task."""
+
+from __future__ import annotations
+
+import os
+
+from tinyrl.config.conflicts import training_conflicts
+from tinyrl.config.marks import Named
+from tinyrl.config.refusal import Refusal, raise_first
+from tinyrl.config.schema import Config
+from tinyrl.config.sections import starter_path
+from tinyrl.data.readers import reader_of
+from tinyrl.models.reading import resolve_model_path
+from tinyrl.process.launched import launched
+from tinyrl.rewards.budget import check_judge_budgets
+from tinyrl.rewards.rubric import check_rubrics
+from tinyrl.runs.run_dir import named_run
+from tinyrl.runs.tracking import check_trackers
+from tinyrl.tasks import Task, task_of
+from tinyrl.tasks.run_rows import check_data_given
+from tinyrl.text import is_address, mask_url, truncate
+from tinyrl.workers.loading import parse_use
+
+THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
+
+
+def check_before_loading(config: Config) -> Task:
+    """Check what would stop a run before its first step, and needs neither its rows nor a model to be found; return
+    its task, which is loaded here. Raises Refusal.
+    """
+    raise_first(training_conflicts(config))
+    if config.generation.engine == "server" and launched().world_size > 1:
+        raise Refusal(
+            ("generation.engine",),
+            "generation.engine=server samples for one process: leave the launcher out, or take auto",
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if config.run.threads != "auto" and config.run.threads > THREADS_A_CORE * cores:
+        most = f"at most {THREADS_A_CORE * cores} on the {cores} cores of this machine"
+        raise Refusal(
+            ("run.threads",), f"run.threads={config.run.threads}: {most}; auto chooses them by the model's width"
+        )
+    check_trackers(config.run.trackers)
+    if config.learns_from_teacher and config.teacher.path is None:
+        raise Refusal(
+            ("teacher.path",), "teacher.path is missing: a run, an adapter, a model, a server's address, self or start"
+        )
+    task = task_of(config)
+    check_task(config, task)
+    check_named(config, task)
+    check_rubrics(config)
+    if config.run.epochs is None:  # else steps are known when rows are: Method.resolve_epochs
+        check_judge_budgets(config)
+    return task
+
+
+def check_task(config: Config, task: Task) -> None:
+    """Raise ValueError where a task needs rows and has none, or has episodes and the method takes given answers."""
+    if not config.samples or task.name == "rows":
+        check_data_given(config)
+    has_episodes = task.respond is not None or task.environment is not None
+    if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
+        fraction = config.distill.on_policy_fraction
+        raise Refusal(
+            ("distill.on_policy_fraction", "task.name"),
+            f"distill.on_policy_fraction={fraction} takes given answers, and task.name={config.task.name} has episodes",
+        )
+
+
+def check_named(config: Config, task: Task, *, sections: tuple[str, ...] | None = None) -> None:
+    """Raise Refusal for a setting (of `sections`; None: of all) that names something that does not exist."""
+    for named in config.named():
+        section = named.place[0]
+        generated = section == "task" and task.generate is not None  # task.data is a name that the task knows
+        if (sections is None or section in sections) and not (named.kind == "rows" and generated):
+            problem = _problem_with(named)
+            if problem is not None:
+                raise Refusal((named.setting,), problem)
+
+
+def _problem_with(named: Named) -> str | None:
+    """Return what is wrong with a value that names something, in a sentence; None where it is there."""
+    try:
+        match named.kind:
+            case "model":
+                check_model_path(named.label, named.value)
+            case "rows":
+                reader_of(named.value)
+            case "code":
+                parse_use(named.value, setting=named.label)
+            case "file" if not named.names.made and not os.path.isfile(os.path.expanduser(named.value)):
+                return f"{named.label}={truncate(named.value, 300)}: there is no such file"
+            case "server" if not is_address(named.value):
+                url = truncate(mask_url(named.value))
+                return f"{named.label}={url} is not the address of a server: http://HOST:PORT"
+            case _:
+                pass
+    except ValueError as error:
+        return f"{named.label}: {error}" if named.kind == "rows" else str(error)
+    return None
+
+
+def check_model_path(key: str, path: str | None) -> None:
+    """Check an embedded model, a run with a checkpoint, a folder with safetensors, or possibly a hub name."""
+    if path is None or starter_path(path) is not None:
+        return
+    if (run := named_run(path)) is None:
+        resolve_model_path(path, key=key, adapters=True)
+    elif not any((run / "checkpoints").glob("step-*")):
+        raise ValueError(f"{key}={path}: this run has no checkpoint yet")

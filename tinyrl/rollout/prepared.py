@@ -1,0 +1,56 @@
+"""What a run begins with: its settings, its task and its rows, found before torch is imported and handed on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tinyrl.config.refusal import refusals_at
+from tinyrl.config.schema import Config
+from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.runs.resolve import check_room_for_responses, resolve
+from tinyrl.tasks import Task
+from tinyrl.tasks.rewarded import check_hint, check_rewarded
+from tinyrl.tasks.run_rows import RunRows, rows_of_run, text_rows
+
+
+@dataclass(frozen=True)
+class PreparedSettings:
+    """A configuration with its task. config: as resolved, with absolute paths and checkpoints of runs."""
+
+    config: Config
+    task: Task
+
+
+@dataclass(frozen=True)
+class PreparedRun(PreparedSettings):
+    """A configuration with its task and its rows."""
+
+    rows: RunRows
+
+
+def prepare(config: Config) -> PreparedRun:
+    """Check a run that is to train, without torch, in the order of what an answer costs; read its rows.
+
+    1. Settings, and what they name (`prepare_settings`).
+    2. Rows, of files or the hub: each is checked, and there must be a reward where the method needs one.
+
+    Raises ValueError for what a user can fix.
+    """
+    settings = prepare_settings(config)
+    task = settings.task
+    with refusals_at(config.given.places):
+        text = text_rows(config)  # by the paths that were given, which errors quote
+        rows = replace(rows_of_run(config, task), text=text)
+        if config.samples:
+            check_rewarded(config, task, rows.train)
+            check_hint(config, rows.train)
+    return PreparedRun(config=settings.config, task=task, rows=rows)
+
+
+def prepare_settings(config: Config) -> PreparedSettings:
+    """Check a run's settings and resolve those that depend on the model's folder. Raises ValueError."""
+    with refusals_at(config.given.places):
+        task = check_before_loading(config)
+        resolved = resolve(config)
+        check_room_for_responses(resolved)
+    return PreparedSettings(config=resolved, task=task)
