@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
+from tinyrl.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
@@ -48,6 +50,11 @@ def make_engine(
     return HfEngine(policy, tokenizer, settings)
 
 
+def in_lora(model: Any, **changes: Any) -> Policy:
+    config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
+    return policy_of(wrap_in_lora(model, config))
+
+
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
     return [Request(prompt, prompt_row=i) for i, prompt in enumerate(prompts or PROMPTS)]
 
@@ -60,9 +67,13 @@ def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[
 
 def stir(engine: SamplingEngine, *, by: float = 0.1) -> None:
     """Move the policy's weights, so that a forgotten adapter shows."""
+    stir_policy(engine.policy, by=by)
+
+
+def stir_policy(policy: Policy, *, by: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in engine.policy.parameters["policy"].values():
+        for parameter in policy.parameters["policy"].values():
             parameter.add_((torch.randn(parameter.shape, generator=generator) * by).to(parameter.device))
 
 

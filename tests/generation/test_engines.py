@@ -1,7 +1,6 @@
 """Sampling engines: equal samples from all of them, whatever the memory and the batch; the choice of an engine."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,17 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
+from tests.generation.sampling import (
+    PROMPTS,
+    assert_same,
+    in_lora,
+    make_engine,
+    requests,
+    sample,
+    scored,
+    stir,
+    tokens_of,
+)
 from tests.policies import policy_of
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
@@ -31,19 +40,12 @@ from tinyrl.models.batch import examples
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
 
 SHAPE = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 64, "eos_token_id": 1,
 }  # fmt: skip
-
-
-def in_lora(model: Any, **changes: Any) -> Policy:
-    config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
-    return policy_of(wrap_in_lora(model, config))
 
 
 # ---- samples ----
@@ -316,5 +318,5 @@ def test_a_deterministic_run_on_a_gpu_decodes_as_many_rows_whatever_memory_is_fr
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr("tinyrl.generation.engines.free_bytes", lambda device: 100_000)
     engine: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
-    decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), cache_bytes_per_token=10)
+    decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), row_bytes=lambda width: 10 * width)
     assert FusedEngine._most_rows(engine, decoder, 100) == rows

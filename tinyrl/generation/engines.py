@@ -117,7 +117,7 @@ class FusedEngine(SamplingEngine):
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
             return chunk_tokens(len(decoder.embedding), device)  # whose logits are one chunk
         room = free_bytes(device) * CACHE_SHARE
-        return max(1, int(room / (decoder.cache_bytes_per_token * width)))
+        return max(1, int(room / decoder.row_bytes(width)))
 
     def forget(self) -> None:
         self._serves = None
