@@ -6,13 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.policies import policy_of
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Request, SamplingEngine
-from tinyrl.generation.engines import FusedEngine, HfEngine
+from tinyrl.generation.engine import Request, SamplingEngine, row_keys, uniforms
+from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
@@ -29,7 +31,7 @@ TEMPLATE = (
 
 def make_engine(
     folder: Path,
-    name: str = "hf",
+    name: str = "plain",
     *,
     lora: bool = False,
     reference: bool = False,
@@ -44,10 +46,11 @@ def make_engine(
     settings = GenerationConfig.model_validate({"max_new_tokens": 20} | options)
     tokenizer = load_tokenizer(str(folder))
     policy = policy_of(model, device=device, reference=reference, tokenizer=tokenizer)
-    if name == "fused":
-        layout = "merged" if dtype == torch.float32 else "separate_lora"
-        return FusedEngine(policy, tokenizer, settings, layout=layout)
-    return HfEngine(policy, tokenizer, settings)
+    if name == "plain":
+        return PlainEngine(policy, tokenizer, settings)
+    assert name in ("fused", "hf")
+    layout = "merged" if dtype == torch.float32 else "separate_lora"
+    return CachedEngine(policy, tokenizer, settings, name=name, layout=layout)
 
 
 def in_lora(model: Any, **changes: Any) -> Policy:
@@ -63,6 +66,32 @@ def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[
     prompts = options.pop("prompts", None)
     options = {"seed": 0, "step": 0, **options}
     return engine.sample(requests(prompts), count, **options)
+
+
+@torch.no_grad()
+def without_cache(engine: SamplingEngine, count: int) -> list[list[Sample]]:
+    """What the engine has to sample, by a pass over each whole text for each token, and none of its code but the
+    random numbers.
+    """
+    groups: list[list[Sample]] = []
+    for request in requests():
+        groups.append([])
+        for key in row_keys([request], count, seed=0, step=0):
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            while len(tokens) < engine.settings.max_new_tokens and not engine.eos & {*tokens}:
+                with engine.policy.acting("policy") as model:
+                    logits = model(input_ids=torch.tensor([request.prompt_tokens + tokens])).logits[0, -1]
+                probs = (logits.double() / engine.settings.temperature).softmax(-1)
+                u = uniforms(np.array([key], dtype=np.uint64), num_tokens=len(tokens) + 1)[0, -1]
+                tokens.append(int((probs.cumsum(-1) <= u).sum()))
+                logprobs.append(float(probs[tokens[-1]].log()))
+            finish = "eos" if tokens[-1] in engine.eos else "length"
+            chosen = [True] * len(tokens)
+            groups[-1].append(
+                Sample(request.prompt_tokens, tokens, chosen, logprobs, row=request.prompt_row, finish=finish)
+            )
+    return groups
 
 
 def stir(engine: SamplingEngine, *, by: float = 0.1) -> None:

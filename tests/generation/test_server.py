@@ -15,7 +15,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
 from tinyrl.errors import GuardStop, Interrupted
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.server import ServerEngine
 
 
@@ -31,7 +31,7 @@ def served(tiny: TinyModels) -> Iterator[StandIn]:
         yield server
 
 
-def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, HfEngine]:
+def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, PlainEngine]:
     """(through the server, hf) over the same perturbed adapter."""
     options = {"max_new_tokens": 6, "url": server.url, **options}
     plain = make_engine(server.folder, lora=True, reference=True, **options)

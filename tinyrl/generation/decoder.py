@@ -131,7 +131,7 @@ def join_linear(
     if matrix is None and can_share(weights, dtype):
         matrix = matrix_of(weights)
     if matrix is None:
-        matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
+        matrix = torch.cat([dense_weight(w).to(dtype) for w in weights])
     bias = None if biases[0] is None else torch.cat(biases).to(dtype)
     rank = sum(map(lora_rank, modules))
     if not rank:

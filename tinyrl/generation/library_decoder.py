@@ -153,7 +153,7 @@ class LibraryDecoder:
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout | None) -> None:
         self.model = model
         self.dtype = dtype
-        self.layout = layout
+        self.layout: WeightLayout | None = layout
         self.half = dtype in HALVES
         self.device = next(model.parameters()).device
         self.sampled: list[tuple[nn.Module, SampledLinear]] = []

@@ -84,6 +84,10 @@ class OnPolicy(Method):
             self.teacher = (ServerTeacher if self.config.teacher.kind == "server" else LocalTeacher)(self)
 
     @property
+    def engine_name(self) -> str:
+        return self.collector.engine.name
+
+    @property
     def rows_of_epoch(self) -> tuple[int, int]:
         return len(self.collector.train_prompts), self.config.on_policy.num_prompts
 

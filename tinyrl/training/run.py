@@ -115,6 +115,7 @@ class CheckpointState(BaseModel):
     run: RunState
     micro_batch_tokens: int
     micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
+    engine: str | None = None  # that sampled; None: the method does not sample, or not written by an earlier version
     sources: InputHashes
     config: dict[str, Any]
     records: dict[str, NonNegativeInt]  # bytes of metrics.jsonl and the like
@@ -491,6 +492,7 @@ class Run:
             run=self._state_now(),
             micro_batch_tokens=self.policy.micro_batches.tokens,
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
+            engine=self.method.engine_name,
             sources=self.sources(),
             config=self.config.written(),
             records=records,
@@ -518,7 +520,9 @@ class Run:
         return self.folder.cut(start.records)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`; returns a line for each damaged record."""
+        """Go on from a verified checkpoint, whose state.json is `kept`; returns a line for each damaged record, and one
+        where another engine sampled.
+        """
         self.method.load(folder)
         before = kept.config
         if before["optim"]["optimizer"] == self.config.optim.optimizer:  # another one has no such moments
@@ -526,6 +530,9 @@ class Run:
         if before["run"]["micro_batch_tokens"] == self.config.run.micro_batch_tokens:
             self._restore_budget(kept)
         notes = self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
+        engine = self.method.engine_name
+        if kept.engine not in (None, engine):
+            notes.append(f"warning: sampled by engine {kept.engine} before, by {engine} now: numbers round differently")
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step
         return notes
