@@ -155,12 +155,28 @@ def test_only_the_policys_own_words_of_this_turn_stop_it(tiny: TinyModels):
     assert (stopped[3], stopped[0]) == ([free[3][0], free[3][1][:3]], free[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype"),
+    [
+        ("fused", "llama", torch.float32),
+        ("hf", "qwen3.5", torch.float32),
+        pytest.param("hf", "gemma3", torch.bfloat16, marks=pytest.mark.wide),
+        pytest.param("hf", "gpt-oss", torch.float32, marks=pytest.mark.wide),
+        pytest.param("hf", "qwen3.5", torch.bfloat16, marks=pytest.mark.wide),
+        pytest.param("hf", "gpt-oss", torch.bfloat16, marks=pytest.mark.wide),
+    ],
+)
 def test_only_replies_are_prefilled_and_only_once(
-    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, prefills: list[tuple[str, list[int]]]
+    tiny: TinyModels,
+    monkeypatch: pytest.MonkeyPatch,
+    prefills: list[tuple[str, list[int]]],
+    name: str,
+    kind: str,
+    dtype: torch.dtype,
 ):
     monkeypatch.setattr(scheduler, "EXTEND_TOKENS", {"cpu": 24})
     script = Scripted()
-    episodes = [c for group in played(make(tiny("llama")), script) for c in group]
+    episodes = [c for group in played(make(tiny(kind), name, dtype=dtype), script) for c in group]
     assert [lengths for name, lengths in prefills if name == "prefill"] == [[len(p) for p in PROMPTS]]
     extended = [lengths for name, lengths in prefills if name == "extend"]
     observed = sum(c.mask.count(False) for c in episodes)

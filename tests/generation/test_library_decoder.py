@@ -19,7 +19,6 @@ MORE = ["llama", "gemma2", "granite", "phi3", "olmo3", "smollm3", "falcon-h1"]
 LENGTHS = (30, 19, 24, 35)
 PROMPT = (10, 5, 17, 12)  # tokens that are prefilled
 NEXT = (3, 7, 1, 5)  # tokens that extend a row at once
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def adapted(folder: Path, *, dtype: torch.dtype = torch.float32, targets: Any = "all-linear") -> Policy:
@@ -92,7 +91,7 @@ def gap(decoder: LibraryDecoder, policy: Policy) -> float:
 @pytest.mark.parametrize("kind", [*FEW, *(pytest.param(kind, marks=pytest.mark.wide) for kind in MORE)])
 def test_states_are_those_of_a_pass_over_the_whole_text(tiny: TinyModels, kind: str):
     """Under an adapter; windows of 8, sinks, experts, shared keys, learned positions, states of four kinds."""
-    policy = adapted(tiny(kind), targets=ATTENTION if kind == "falcon-h1" else "all-linear")
+    policy = adapted(tiny(kind))
     decoder = LibraryDecoder(policy.causal, dtype=torch.float32, layout="merged")
     with policy.acting("policy"):
         decoder.sync("default")

@@ -364,11 +364,11 @@ class LibraryDecoder:
         """Return whether the model's forward pass takes masks by kind of layer, rather than one of all layers. Raises
         ValueError where it takes neither.
         """
-        token = torch.ones(1, dtype=torch.long, device=self.device)
+        at = torch.ones(1, 1, dtype=torch.long, device=self.device)
         for by_kind in (True, False):
             cache = self.new_cache(1, 4)
-            self.prefill(token.unsqueeze(0), token, cache=cache, rows=[range(1)])
-            at = token.unsqueeze(1)
+            cache.begin(Prompts([Span(slice(0, 1), first=0, count=1)]))
+            self._forward(at, None, at - 1, cache)
             batch = Continuation(slice(0, 1), at, 3)
             try:
                 self._behind(at, self._masks(at, 3, by_kind=by_kind), at, batch, cache)
