@@ -32,7 +32,7 @@ def served(tiny: TinyModels) -> Iterator[StandIn]:
 
 
 def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, PlainEngine]:
-    """(through the server, hf) over the same perturbed adapter."""
+    """(through the server, in plain batches) over the same perturbed adapter."""
     options = {"max_new_tokens": 6, "url": server.url, **options}
     plain = make_engine(server.folder, lora=True, reference=True, **options)
     stir(plain)
@@ -51,7 +51,7 @@ def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, PlainEngine]
     ],
 )
 @pytest.mark.wide
-def test_completions_are_those_of_the_hf_engine(served: StandIn, options: dict[str, Any], how: Any) -> None:
+def test_completions_are_those_of_plain_batches(served: StandIn, options: dict[str, Any], how: Any) -> None:
     ours, plain = engines(served, **options)
     drawn = sample(ours, 4, **how)
     assert_same(drawn, sample(plain, 4, **how))

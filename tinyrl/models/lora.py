@@ -27,7 +27,9 @@ POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's 
 IN_A_MODEL = "base_model.model."  # PEFT's prefix of the names in an adapter's file
 ALL_LINEAR = "all-linear"
 # Linear layers that PEFT refuses to adapt, by model_type: Mamba's kernels read their weights past the branch.
-NOT_ADAPTABLE = dict.fromkeys(("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"), ("out_proj",))
+NOT_ADAPTABLE: dict[str, list[str]] = {
+    name: ["out_proj"] for name in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+}
 # Fields by which an adapter is more than LoRA matrices, and their harmless values.
 CHANGES_BASE = {
     "modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None,
@@ -75,10 +77,10 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
 
 def without_refused(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     """Leave out of `all-linear` what PEFT refuses to adapt in this model. (Layers that are named are refused by it.)"""
-    refused = NOT_ADAPTABLE.get(str(model.config.model_type), ())
+    refused = NOT_ADAPTABLE.get(str(model.config.model_type), [])
     if config.target_modules != ALL_LINEAR or not refused:
         return config
-    return replace(config, exclude_modules=[*refused])
+    return replace(config, exclude_modules=refused)
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

@@ -402,7 +402,7 @@ class Policy:
             parts.append(f"{role} by {layers}")
         rows = "packed" if self.packs else "padded"
         excluded = () if self.peft is None else config_of(self.peft, POLICY_ADAPTER).exclude_modules or ()
-        left_out = [name for name in NOT_ADAPTABLE.get(str(self.causal.config.model_type), ()) if name in excluded]
+        left_out = [name for name in NOT_ADAPTABLE.get(str(self.causal.config.model_type), []) if name in excluded]
         note = f"; without LoRA: {', '.join(left_out)}, which PEFT cannot adapt here" if left_out else ""
         return f"training: {', '.join(parts)}; rows are {rows}{note}"
 
