@@ -124,9 +124,10 @@ from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked
 from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.resolve import model_facts
 from tinyrl.runs.run_dir import check_new_run
 import tinyrl.api, tinyrl.tasks.grading, tinyrl.runs.findings, tinyrl.tools.report
-prepare(load_config('grpo', None, overrides=['task.name=sort']))
+prepare(load_config('grpo', None, overrides=['task.name=sort'], facts=model_facts))
 prepare_evaluation('starter', Asked(task='sort'), vs='base')
 check_new_run('runs', name=None, overwrite=False)
 """

@@ -161,7 +161,12 @@ def further_cells(plan: Plan, options: Namespace) -> list[Cell]:
     """What there is no answer to yet, for when the others are done."""
     step = common(plan) | {"recipe": recipe(plan, options, method="grpo", shape=plan.shape, work=plan.work)}
     found = [tests("tests, slow half", SLOW_TESTS, minutes=2.5)]
-    for engine, minutes in (("fused", 0.7), ("hf", 1.2), ("fused without graphs", 0.8)):
+    for engine, minutes in (
+        ("fused", 0.7),
+        ("hf", 1.0),
+        ("fused without graphs", 0.8),
+        ("hf without graphs", 1.2),
+    ):
         settings = {**step, "kind": "sample", "engine": engine}
         cell_name = f"sampling {plan.shape} {engine}"
         found.append(Cell(cell_name, "sampling", minutes, "gpu.runs", settings, SHAPES[plan.shape]))

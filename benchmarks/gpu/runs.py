@@ -38,7 +38,7 @@ def compare(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def sample(settings: dict[str, Any]) -> dict[str, Any]:
-    """Calls of a sampling engine: fused, fused without graphs, or hf; the first call captures graphs."""
+    """Calls of a sampling engine: fused or hf, with graphs or without; the first call captures graphs."""
     import torch
 
     from benchmarks.gpu.step import load, synchronize
@@ -46,13 +46,13 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
     from tinyrl.generation.engines import select_engine
 
     name = settings["engine"]
-    kind = "hf" if name == "hf" else "fused"
+    kind, _, without_graphs = name.partition(" ")
     section = settings["recipe"]["grpo"]
     policy = load({**settings, "overrides": [*settings["overrides"], f"generation.engine={kind}"]})
     generation = policy.config.generation
     longest = generation.max_prompt_tokens + generation.max_new_tokens
     engine: Any = select_engine(generation, policy, policy.tokenizer, longest=longest, tried=longest)[0]
-    if name == "fused without graphs":
+    if without_graphs:
         engine.by_graphs = False
     rows = read_rows(Path(settings["recipe"]["task"]["data"]))[: section["num_prompts"]]
     ids: list[Any] = [policy.tokenizer(row["prompt"])["input_ids"] for row in rows]

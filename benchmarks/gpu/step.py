@@ -25,6 +25,7 @@ from tinyrl.models.checks import as_exact
 from tinyrl.models.policy import Policy
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy
+from tinyrl.runs.resolve import model_facts
 
 MOVED = 0.02  # standard deviation of LoRA's B
 COMPARED_PROMPTS = 2  # whose groups are compared with float32
@@ -36,7 +37,7 @@ def load(settings: dict[str, Any], *, dtype: str | None = None) -> Policy:
     overrides = [*settings["overrides"]]
     if dtype is not None:
         overrides.append(f"model.dtype={dtype}")
-    config = load_config("grpo", str(ours.write(settings)), overrides=overrides)
+    config = load_config("grpo", str(ours.write(settings)), overrides=overrides, facts=model_facts)
     policy = load_policy(config, options=Options(device=settings["device"]))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.endpoint import Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
+from tinyrl.generation.library_decoder import LibraryDecoder
 from tinyrl.generation.scheduler import LiveScheduler
 
 
@@ -26,14 +28,14 @@ def _seed() -> None:
 def prefills(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
     """The lengths of texts as they are prefilled: whole, or behind what a row has in the cache."""
     seen: list[tuple[str, list[int]]] = []
-    for name in ("prefill", "extend"):
-        method: Any = getattr(Decoder, name)
+    for decoder, name in product((Decoder, LibraryDecoder), ("prefill", "extend")):
+        method: Any = getattr(decoder, name)
 
         def noted(self: Any, ids: Any, lengths: Any, *rest: Any, name: str = name, method: Any = method, **named: Any):
             seen.append((name, lengths.tolist()))
             return method(self, ids, lengths, *rest, **named)
 
-        monkeypatch.setattr(Decoder, name, noted)
+        monkeypatch.setattr(decoder, name, noted)
     return seen
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.policies import policy_of
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Request, SamplingEngine
-from tinyrl.generation.engines import FusedEngine, HfEngine
+from tinyrl.generation.engine import Request, SamplingEngine, row_keys, uniforms
+from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
 from tinyrl.models.lora import lora_config, wrap_in_lora
+from tinyrl.models.policy import Policy
 
 CPU = torch.device("cpu")
 PROMPTS = [[20, 21, 22], [30], list(range(40, 52)), [7, 7, 60, 61, 62]]
@@ -27,7 +31,7 @@ TEMPLATE = (
 
 def make_engine(
     folder: Path,
-    name: str = "hf",
+    name: str = "plain",
     *,
     lora: bool = False,
     reference: bool = False,
@@ -42,10 +46,16 @@ def make_engine(
     settings = GenerationConfig.model_validate({"max_new_tokens": 20} | options)
     tokenizer = load_tokenizer(str(folder))
     policy = policy_of(model, device=device, reference=reference, tokenizer=tokenizer)
-    if name == "fused":
-        layout = "merged" if dtype == torch.float32 else "separate_lora"
-        return FusedEngine(policy, tokenizer, settings, layout=layout)
-    return HfEngine(policy, tokenizer, settings)
+    if name == "plain":
+        return PlainEngine(policy, tokenizer, settings)
+    assert name in ("fused", "hf")
+    layout = "merged" if dtype == torch.float32 else "separate_lora"
+    return CachedEngine(policy, tokenizer, settings, name=name, layout=layout)
+
+
+def in_lora(model: Any, **changes: Any) -> Policy:
+    config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
+    return policy_of(wrap_in_lora(model, config))
 
 
 def requests(prompts: list[list[int]] | None = None) -> list[Request]:
@@ -58,11 +68,41 @@ def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[
     return engine.sample(requests(prompts), count, **options)
 
 
+@torch.no_grad()
+def without_cache(engine: SamplingEngine, count: int) -> list[list[Sample]]:
+    """What the engine has to sample, by a pass over each whole text for each token, and none of its code but the
+    random numbers.
+    """
+    groups: list[list[Sample]] = []
+    for request in requests():
+        groups.append([])
+        for key in row_keys([request], count, seed=0, step=0):
+            tokens: list[int] = []
+            logprobs: list[float] = []
+            while len(tokens) < engine.settings.max_new_tokens and not engine.eos & {*tokens}:
+                with engine.policy.acting("policy") as model:
+                    logits = model(input_ids=torch.tensor([request.prompt_tokens + tokens])).logits[0, -1]
+                probs = (logits.double() / engine.settings.temperature).softmax(-1)
+                u = uniforms(np.array([key], dtype=np.uint64), num_tokens=len(tokens) + 1)[0, -1]
+                tokens.append(int((probs.cumsum(-1) <= u).sum()))
+                logprobs.append(float(probs[tokens[-1]].log()))
+            finish = "eos" if tokens[-1] in engine.eos else "length"
+            chosen = [True] * len(tokens)
+            groups[-1].append(
+                Sample(request.prompt_tokens, tokens, chosen, logprobs, row=request.prompt_row, finish=finish)
+            )
+    return groups
+
+
 def stir(engine: SamplingEngine, *, by: float = 0.1) -> None:
     """Move the policy's weights, so that a forgotten adapter shows."""
+    stir_policy(engine.policy, by=by)
+
+
+def stir_policy(policy: Policy, *, by: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in engine.policy.parameters["policy"].values():
+        for parameter in policy.parameters["policy"].values():
             parameter.add_((torch.randn(parameter.shape, generator=generator) * by).to(parameter.device))
 
 

@@ -108,7 +108,8 @@ def prefilled(tiny: TinyModels, *, knows_causal: bool) -> tuple[Tensor, Tensor]:
     scheduler = Scheduler(decoder, policy.tokenizer, set(), capacity=4, width=256)
     with torch.inference_mode():
         states = scheduler._prefill(PROMPTS, [range(p, p + 1) for p in range(4)])
-    return states, scheduler.cache.entries
+    cache: Any = scheduler.cache
+    return states, cache.entries
 
 
 @pytest.mark.parametrize(("knows_causal", "masks"), [(True, 0), (False, 1)])

@@ -1,7 +1,6 @@
 """Sampling engines: equal samples from all of them, whatever the memory and the batch; the choice of an engine."""
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -19,20 +19,30 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from tests.generation.sampling import PROMPTS, assert_same, make_engine, requests, sample, scored, stir, tokens_of
+from tests.generation.sampling import (
+    PROMPTS,
+    assert_same,
+    in_lora,
+    make_engine,
+    requests,
+    sample,
+    scored,
+    stir,
+    tokens_of,
+    without_cache,
+)
 from tests.policies import policy_of
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation import engines
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import FusedEngine, LibraryScheduler, select_engine
+from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.library_decoder import LibraryDecoder, SampledLinear
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.lora import lora_config, wrap_in_lora
-from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
 
 SHAPE = {
@@ -41,18 +51,13 @@ SHAPE = {
 }  # fmt: skip
 
 
-def in_lora(model: Any, **changes: Any) -> Policy:
-    config = replace(lora_config(r=4, alpha=8, dropout=0.0, target_modules="all-linear"), **changes)
-    return policy_of(wrap_in_lora(model, config))
-
-
 # ---- samples ----
 
 
 @pytest.mark.wide
 def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModels):
     """Of a model with recurrent states; rows of different lengths, some of which end early."""
-    engine = make_engine(tiny("qwen3.5"), lora=True, temperature=0.9)
+    engine = make_engine(tiny("qwen3.5"), "hf", lora=True, temperature=0.9)
     stir(engine)
     engine.eos = set(range(1, 12))
     completions = [c for group in sample(engine, 4) for c in group]
@@ -62,7 +67,7 @@ def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModel
         assert completion.logprobs == pytest.approx(row, abs=1e-4)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma2")])
+@pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma2"), ("plain", "gemma2")])
 def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
     """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
     engine = make_engine(tiny(kind), name, max_new_tokens=24)
@@ -90,7 +95,7 @@ def test_no_row_is_decoded_beyond_learned_positions(tiny: TinyModels, look_every
     assert [one.response for one in together] == [one.response for one in alone]
 
 
-@pytest.mark.parametrize("name", ["fused", "hf"])
+@pytest.mark.parametrize("name", ["hf", "fused", "plain"])
 @pytest.mark.wide
 def test_each_role_samples_from_its_current_weights(tiny: TinyModels, name: str):
     """And leaves nothing that training stumbles over: gradients flow, and the base has the same bits."""
@@ -113,16 +118,20 @@ def test_each_role_samples_from_its_current_weights(tiny: TinyModels, name: str)
 # ---- half precision ----
 
 
+@pytest.mark.parametrize("name", ["hf", "plain"])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.wide
-def test_the_library_samples_in_the_dtype_of_training(tiny: TinyModels, lora: bool):
+def test_the_library_samples_in_the_dtype_of_training(tiny: TinyModels, lora: bool, name: str):
     """Where every weight is trained these are in float32; with LoRA its matrices are."""
-    engine = make_engine(tiny("qwen3"), lora=lora, dtype=torch.bfloat16, max_new_tokens=3)
+    engine = make_engine(tiny("qwen3"), name, lora=lora, dtype=torch.bfloat16, max_new_tokens=3)
     seen = set[torch.dtype]()
-    for module in backbone_of(engine.policy.causal).modules():
-        if type(module) is torch.nn.Linear:
-            module.register_forward_hook(lambda _module, _given, out: seen.add(out.dtype))
-    sample(engine, 1)
+
+    def note(module: Any, given: Any, out: torch.Tensor) -> None:
+        if type(module) is torch.nn.Linear or type(module) is SampledLinear:
+            seen.add(out.dtype)
+
+    with register_module_forward_hook(note):
+        sample(engine, 1)
     assert seen == {torch.bfloat16}
 
 
@@ -130,11 +139,14 @@ def test_the_library_samples_in_the_dtype_of_training(tiny: TinyModels, lora: bo
 def test_trained_weights_are_cast_once_per_call_where_memory_allows(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, free: int, casts_of_each: int
 ):
-    """Every product's, and the head's, for 20 tokens; the next call casts them as they then are."""
+    """Every product's, for 20 tokens, and the head's; the next call casts them as they then are."""
     monkeypatch.setattr(engines, "free_bytes", lambda device: free)
-    engine = make_engine(tiny("qwen3"), dtype=torch.bfloat16)
+    made = make_engine(tiny("qwen3"), dtype=torch.bfloat16)
+    layout = engines.library_layout(made.policy)
+    monkeypatch.setattr(engines, "free_bytes", lambda device: 1 << 40)
+    engine = CachedEngine(made.policy, made.tokenizer, made.settings, name="hf", layout=layout)
     engine.eos = set()
-    linear = [module for module in engine.policy.causal.modules() if type(module) is torch.nn.Linear]
+    linear = [module for module in engine.policy.backbone("policy").modules() if type(module) is torch.nn.Linear]
     weights = {module.weight.data_ptr() for module in linear}
     casts = Counter[int]()
 
@@ -146,6 +158,7 @@ def test_trained_weights_are_cast_once_per_call_where_memory_allows(
                 casts[args[0].data_ptr()] += 1
             return out
 
+    sample(engine, 1, prompts=PROMPTS[:1])
     for _ in range(2):
         casts.clear()
         with Casts():
@@ -156,47 +169,53 @@ def test_trained_weights_are_cast_once_per_call_where_memory_allows(
 # ---- batches and memory ----
 
 
-def test_a_sample_of_the_library_does_not_depend_on_its_batch(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
-    """Alone (no padding), backwards, a few rows at a time, and split groups. EndedChoice rows are dropped."""
-    engine, seen, forward = make_engine(tiny("gemma2"), max_new_tokens=16), list[int](), LibraryScheduler._forward
+@pytest.mark.parametrize(("name", "kind"), [("hf", "qwen3.5"), pytest.param("plain", "gemma2", marks=pytest.mark.wide)])
+def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels, name: str, kind: str):
+    """Alone, backwards, a few rows at a time, and split groups; rows end early and run past their ends."""
+    engine = make_engine(tiny(kind), name, max_new_tokens=16)
     engine.eos = set(range(1, 16))
-
-    def noted(self: LibraryScheduler, ids: torch.Tensor) -> torch.Tensor:
-        seen.append(len(ids))
-        return forward(self, ids)
-
     together = sample(engine, 4)
     assert_same([engine.sample([request], 4, seed=0, step=0)[0] for request in requests()], together)
     assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
-    monkeypatch.setattr(LibraryScheduler, "_forward", noted)
-    monkeypatch.setattr(engines, "COMPACT_BELOW", 1.0)
-    assert_same(sample(engine, 4), together)
-    assert seen[1:] == [n for t in range(1, 16) if (n := sum(len(c.response) > t for g in together for c in g))]
     engine.max_rows, engine.look_every = 3, 4
     assert_same(sample(engine, 4), together)
 
 
-def test_few_rows_and_little_memory_give_the_same_samples(tiny: TinyModels, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("name", "kind"), [("plain", "qwen3.5"), ("hf", "qwen3.5"), ("hf", "gpt-oss")])
+def test_samples_are_those_of_a_loop_without_a_cache(tiny: TinyModels, name: str, kind: str):
+    engine = make_engine(tiny(kind), name, lora=True, max_new_tokens=8, temperature=0.8)
+    stir(engine)
+    engine.eos = set(range(1, 12))
+    assert_same(sample(engine, 1), without_cache(engine, 1), tolerance=1e-4)
+
+
+@pytest.mark.parametrize(("name", "kind", "decoder"), [("fused", "llama", Decoder), ("hf", "qwen3.5", LibraryDecoder)])
+def test_few_rows_and_little_memory_give_the_same_samples(
+    tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, decoder: Any
+):
     """Rows of the cache are halved when memory runs out, and stay within their share of it from the start."""
-    engine, new_cache, made, fits = make_engine(tiny("llama"), "fused"), Decoder.new_cache, list[int](), 3
+    engine, new_cache, made, fits = make_engine(tiny(kind), name), decoder.new_cache, list[int](), 3
     expected = sample(engine, 4)
 
-    def full(self: Decoder, rows: int, width: int):
+    def full(self: Any, rows: int, width: int):
         if rows > fits:
             raise torch.OutOfMemoryError("full")
         made.append(rows)
         return new_cache(self, rows, width)
 
-    monkeypatch.setattr(Decoder, "new_cache", full)
-    assert_same(sample(engine, 4), expected)
+    monkeypatch.setattr(decoder, "new_cache", full)
+    assert_same(sample(engine, 4), expected, tolerance=1e-4)
     assert engine.max_rows == 2
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):
         sample(engine, 4)
-    engine.max_rows, fits, row = None, 9, 32 * 2 * 2 * 2 * 8 * 4
-    for free in (0, 5.5 * row / engines.CACHE_SHARE):  # row, in bytes: tokens, keys and values, layers, heads, size, 4
+    row = 32 * 2 * 2 * 2 * 8 * 4  # in bytes: tokens, keys and values, layers, heads, size, 4
+    if kind == "qwen3.5":
+        row += 2 * 2 * 2 * 8 * 4 + 2 * (4 * 8 * 8 + 64 * 4) * 4  # a column for padding, states of the two other layers
+    engine.max_rows, fits = None, 9
+    for free in (0, 5.5 * row / engines.CACHE_SHARE):
         monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
-        assert_same(sample(engine, 4), expected)
+        assert_same(sample(engine, 4), expected, tolerance=1e-4)
     assert made == [2, 1, 5]
 
 
@@ -299,10 +318,11 @@ def test_a_four_bit_base_is_sampled_from_a_dense_copy_or_unpacked_at_every_use(
     for layout, free in (("separate_lora", 1 << 40), ("quantized", 1000)):
         monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
         engine = choose(made)[0]
-        assert isinstance(engine, FusedEngine)
+        assert isinstance(engine, CachedEngine)
         assert engine.layout == layout
         drawn.append(sample(engine))
         with engine.synced("policy") as decoder:
+            assert isinstance(decoder, Decoder)
             assert isinstance(decoder.layers[1].gate_up.weight, list) == (layout == "quantized")
     assert_same(drawn[0], drawn[1])
     assert_same(drawn[0], sample(choose(made, "hf")[0]))
@@ -316,5 +336,5 @@ def test_a_deterministic_run_on_a_gpu_decodes_as_many_rows_whatever_memory_is_fr
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     monkeypatch.setattr("tinyrl.generation.engines.free_bytes", lambda device: 100_000)
     engine: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
-    decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), cache_bytes_per_token=10)
-    assert FusedEngine._most_rows(engine, decoder, 100) == rows
+    decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), row_bytes=lambda width: 10 * width)
+    assert CachedEngine._most_rows(engine, decoder, 100) == rows

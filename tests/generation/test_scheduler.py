@@ -51,7 +51,7 @@ def alone(live: LiveScheduler, client: Client) -> Sample:
     return engine.sample([request], 1, seed=0, step=LIVE_STEP, greedy=params.greedy)[0][0]
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("llama", "fused"), ("gpt2", "hf")])
+@pytest.mark.parametrize(("kind", "engine"), [("llama", "fused"), ("gpt2", "hf"), ("gpt2", "plain"), ("qwen3.5", "hf")])
 def test_many_at_once_get_what_each_would_get_alone(
     tiny: TinyModels, kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -67,9 +67,9 @@ def test_many_at_once_get_what_each_would_get_alone(
     for client in clients:
         threading.Thread(target=live.submit, args=([client],)).start()
     answers = [client.answer() for client in clients]
-    assert_same([answers], [[alone(live, client) for client in clients]])
+    assert_same([answers], [[alone(live, client) for client in clients]], tolerance=1e-4)
     assert [client.pieces for client in clients] == [answer.response for answer in answers]
-    assert engine == "hf" or max(together) > 1
+    assert engine == "plain" or max(together) > 1
     live.close()
 
 
@@ -150,7 +150,7 @@ def answer_to(live: LiveScheduler, prompt: list[int], row: int = 0, *, limit: in
     live.submit([client])
     answer = client.answer()
     scored, _ = score(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
-    assert scored[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-5)
+    assert scored[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-4)
     return answer.response
 
 
@@ -168,6 +168,16 @@ def test_a_conversation_is_prefilled_from_where_it_was(tiny: TinyModels, prefill
     answer_to(live, [*LONG, *first, 51])
     live.close()
     assert prefills[3:] == [("prefill", [len(LONG) + len(first) + 1])]
+
+
+def test_a_row_with_states_is_continued_whole_or_not_at_all(tiny: TinyModels, prefills: list[tuple[str, list[int]]]):
+    live = make_live(tiny, "qwen3.5", "hf")
+    first = answer_to(live, LONG)
+    prefills.clear()
+    answer_to(live, [*LONG, *first, 51, 52])
+    answer_to(live, [*LONG[:25], 3, 4], 1)
+    live.close()
+    assert prefills == [("extend", [3]), ("prefill", [27])]
 
 
 def test_an_edited_history_is_prefilled_from_the_edit_and_the_oldest_rows_give_way(

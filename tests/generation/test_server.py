@@ -14,7 +14,7 @@ from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.process.errors import GuardStop, Interrupted
 
@@ -31,8 +31,8 @@ def served(tiny: TinyModels) -> Iterator[StandIn]:
         yield server
 
 
-def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, HfEngine]:
-    """(through the server, hf) over the same perturbed adapter."""
+def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, PlainEngine]:
+    """(through the server, in plain batches) over the same perturbed adapter."""
     options = {"max_new_tokens": 6, "url": server.url, **options}
     plain = make_engine(server.folder, lora=True, reference=True, **options)
     stir(plain)
@@ -51,7 +51,7 @@ def engines(server: StandIn, **options: Any) -> tuple[ServerEngine, HfEngine]:
     ],
 )
 @pytest.mark.wide
-def test_completions_are_those_of_the_hf_engine(served: StandIn, options: dict[str, Any], how: Any) -> None:
+def test_completions_are_those_of_plain_batches(served: StandIn, options: dict[str, Any], how: Any) -> None:
     ours, plain = engines(served, **options)
     drawn = sample(ours, 4, **how)
     assert_same(drawn, sample(plain, 4, **how))

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from tests.generation.sampling import assert_same, make_engine, requests, sample
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import FusedEngine
+from tinyrl.generation.engines import CachedEngine
 from tinyrl.generation.sample import Sample
-from tinyrl.generation.scheduler import Scheduler
+from tinyrl.generation.scheduler import Scheduler, StepGraphs
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
 
 pytestmark = pytest.mark.usefixtures("graphs")
@@ -28,13 +29,21 @@ EVERY, WAITS_A_LOOK = (
 KERNELS_A_LAYER, KERNELS_BESIDE = 40, 48
 
 
-def engine_on(tiny: TinyModels, device: torch.device, dtype: torch.dtype, name: str = "fused", **options: Any) -> Any:
-    """With an adapter that has moved; the fused one decodes by graphs."""
+def engine_on(
+    tiny: TinyModels,
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str = "fused",
+    *,
+    kind: str = "qwen3",
+    **options: Any,
+) -> Any:
+    """With an adapter that has moved; all but the plain one decode by graphs."""
     settings = {"lora": True, "max_new_tokens": NEW, **options}
-    engine = make_engine(tiny("qwen3"), name, device=device, dtype=dtype, **settings)
+    engine = make_engine(tiny(kind), name, device=device, dtype=dtype, **settings)
     stir(engine, by=0.02)
     engine.eos = set(range(1, 12))
-    if name == "fused":
+    if name != "plain":
         engine.by_graphs, engine.look_every = True, EVERY
     return engine
 
@@ -57,14 +66,15 @@ def logprobs_of(model: Any, prompt: list[int], tokens: list[int], device: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_rows", [3, 12, None])
+@pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma3")])
 @pytest.mark.wide
 def test_every_bucket_says_what_a_full_forward_pass_says(
-    tiny: TinyModels, device: torch.device, dtype: str, max_rows: int | None
+    tiny: TinyModels, device: torch.device, name: str, kind: str, dtype: str, max_rows: int | None
 ):
     """Rows are admitted, finish and move, so smaller buckets come up too. In float32 every log-probability agrees; in
     bfloat16, which rounds every state, the sampler's are as near to a float32 pass as the library's.
     """
-    engine = engine_on(tiny, device, DTYPES[dtype])
+    engine = engine_on(tiny, device, DTYPES[dtype], name, kind=kind)
     engine.max_rows = max_rows
     groups = sample(engine, GROUP)
     library = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
@@ -77,15 +87,65 @@ def test_every_bucket_says_what_a_full_forward_pass_says(
     assert as_exact(float((ours - exact).abs().mean()), float((library - exact).abs().mean()))
 
 
-def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device: torch.device):
-    """The fused decoder by graphs, the same without them, and the library's modules and cache."""
-    graphs, plain, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "fused", "hf"))
+@pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma3")])
+def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device: torch.device, name: str, kind: str):
+    """A decoder by graphs, the same without them, and plain batches."""
+    graphs, plain, slow = (engine_on(tiny, device, torch.float32, each, kind=kind) for each in (name, name, "plain"))
     plain.by_graphs = False
     expected = sample(slow, GROUP)
     for engine in (graphs, plain):
         assert_same(sample(engine, GROUP), expected, tolerance=MOST_IN_FLOAT32)
     greedy = sample(slow, 1, greedy=True)
     assert_same(sample(graphs, 1, greedy=True), greedy, tolerance=MOST_IN_FLOAT32)
+
+
+# ---- the trial of graphs over the library's modules ----
+
+
+def test_the_trial_keeps_graphs_that_draw_what_eager_steps_do(tiny: TinyModels, device: torch.device):
+    """And puts back the weights that it moved, bit by bit."""
+    engine = engine_on(tiny, device, torch.float32, "hf", kind="gemma3")
+    before = {name: t.clone() for name, t in engine.policy.parameters["policy"].items()}
+    engine.try_graphs()
+    assert engine.by_graphs
+    assert all(torch.equal(before[name], t) for name, t in engine.policy.parameters["policy"].items())
+
+
+def test_models_with_states_decode_without_graphs(tiny: TinyModels, device: torch.device):
+    engine = engine_on(tiny, device, torch.float32, "hf", kind="qwen3.5")
+    engine.try_graphs()
+    assert not engine.by_graphs
+
+
+@pytest.mark.parametrize("fault", ["always", "once weights have changed"])
+def test_graphs_that_draw_other_tokens_are_given_up_with_a_warning(
+    tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch, fault: str
+):
+    engine = engine_on(tiny, device, torch.float32, "hf", kind="gemma3")
+    [*_, last] = engine.policy.parameters["policy"].values()
+    before = last.clone()
+    replay = StepGraphs.__call__
+
+    def wrong(graphs: StepGraphs, *shape: Any) -> None:
+        replay(graphs, *shape)
+        if not graphs.eager and (fault == "always" or not torch.equal(last, before)):
+            graphs.state[0].add_(1).remainder_(50)  # the tokens to decode next
+
+    monkeypatch.setattr(StepGraphs, "__call__", wrong)
+    with pytest.warns(UserWarning, match="graphs"):
+        engine.try_graphs()
+    assert not engine.by_graphs
+
+
+def test_graphs_that_cannot_be_captured_are_given_up_with_a_warning(
+    tiny: TinyModels, device: torch.device, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_on(tiny, device, torch.float32, "hf", kind="gemma3")
+    refuses = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
+    monkeypatch.setattr(torch.cuda, "graph", refuses)
+    with pytest.warns(UserWarning, match="graphs"):
+        engine.try_graphs()
+    assert not engine.by_graphs
 
 
 def note_captures(patch: pytest.MonkeyPatch) -> list[Any]:
@@ -106,7 +166,7 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
 ):
     """In later steps, after the weights have moved, and around an evaluation: greedy, of fewer rows."""
     captured = note_captures(monkeypatch)
-    engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "hf"))
+    engine, slow = (engine_on(tiny, device, torch.float32, name) for name in ("fused", "plain"))
     for step in range(3):
         for each in (engine, slow):
             stir(each, by=0.02 * step)
@@ -145,7 +205,7 @@ def test_nothing_waits_between_two_looks(tiny: TinyModels, device: torch.device,
 
 
 @contextmanager
-def decoding(engine: FusedEngine, groups: list[int]) -> Iterator[Callable[[], None]]:
+def decoding(engine: CachedEngine, groups: list[int]) -> Iterator[Callable[[], None]]:
     """A step of a scheduler in which so many rows of each prompt are live."""
     rows, prompts = sum(groups), [[20, 21, 22], [30]]
     with torch.inference_mode(), engine.scheduler("policy", rows=rows, width=64) as scheduler:
@@ -176,7 +236,7 @@ def test_a_step_by_itself_waits_for_nothing(tiny: TinyModels, device: torch.devi
     assert waits.total() == 0, waits
 
 
-def kernels_a_token(engine: FusedEngine, rows: int) -> int:
+def kernels_a_token(engine: CachedEngine, rows: int) -> int:
     """Operations of a step that launch a kernel."""
     engine.by_graphs, engine.eos = False, set()
     with decoding(engine, [rows]) as step, counting_kernels() as kernels:

@@ -239,3 +239,18 @@ def test_recomputed_layers_have_the_same_gradient_and_drop_the_same(tiny: TinyMo
         for found, _ in passes[1:]:
             torch.testing.assert_close(found, passes[0][0], rtol=0, atol=0)
         assert not any(m.training for m in recomputable_layers(roles.causal))
+
+
+# ---- layers that PEFT refuses ----
+
+
+def test_all_linear_leaves_out_what_peft_cannot_adapt_and_says_so(tiny: TinyModels):
+    """Falcon-H1's `out_proj` of Mamba; for a critic's adapter as well."""
+    policy = roles_with_critic(tiny("falcon-h1"), with_lora=True, kind="adapter")
+    for role in ("policy", "critic"):
+        adapted = {name.split(".lora_")[0].rsplit(".", 1)[-1] for name in policy.parameters[role] if ".lora_" in name}
+        assert {"q_proj", "in_proj", "gate_proj"} < adapted
+        assert "out_proj" not in adapted
+    assert "out_proj" in policy.describe_passes()
+    with pytest.raises(ValueError, match="out_proj"):
+        lora_roles(tiny("falcon-h1"), targets=["out_proj"])

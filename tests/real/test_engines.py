@@ -12,7 +12,8 @@ from torch import Tensor
 from tests import running
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import FusedEngine, HfEngine, select_engine
+from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.sample import Sample
 from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
@@ -21,7 +22,7 @@ from tinyrl.rollout.prepared import prepare
 
 pytestmark = pytest.mark.real
 
-ENGINES: dict[str, Any] = {"hf": HfEngine, "fused": FusedEngine}
+ENGINES = ("plain", "hf", "fused")
 SETTINGS = GenerationConfig(max_new_tokens=12)
 LONGEST = 512
 WORST = 1.5  # times the error of the library in bfloat16
@@ -43,10 +44,10 @@ def parts(real: Path, request: pytest.FixtureRequest) -> Iterator[Collector]:
     made.close()
 
 
-def engine(parts: Collector, name: str) -> Any:
+def engine(parts: Collector, name: Any) -> Any:
+    given = (parts.policy, parts.policy.tokenizer, SETTINGS)
     layout = "merged" if parts.policy.dtype == torch.float32 else "separate_lora"
-    options = {"layout": layout} if name == "fused" else {}
-    return ENGINES[name](parts.policy, parts.policy.tokenizer, SETTINGS, **options)
+    return PlainEngine(*given) if name == "plain" else CachedEngine(*given, name=name, layout=layout)
 
 
 def greedy(parts: Collector, name: str) -> list[Sample]:
@@ -78,12 +79,12 @@ def test_every_engine_says_what_the_library_says(parts: Collector):
     as the library itself.
     """
     said = {name: greedy(parts, name) for name in ENGINES}
-    library = gaps(parts, said["hf"]).mean()
+    library = gaps(parts, said["plain"]).mean()
     if parts.policy.causal.dtype == torch.float32:
-        assert all([c.response for c in one] == [c.response for c in said["hf"]] for one in said.values())
+        assert all([c.response for c in one] == [c.response for c in said["plain"]] for one in said.values())
         assert all(gaps(parts, one).max() < 1e-4 for one in said.values())
     else:
-        assert gaps(parts, said["fused"]).mean() < WORST * library + 0.01
+        assert all(gaps(parts, said[name]).mean() < WORST * library + 0.01 for name in ("hf", "fused"))
 
 
 def test_the_fused_engine_is_chosen(parts: Collector):

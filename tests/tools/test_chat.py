@@ -14,7 +14,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.plain import PlainEngine
 from tinyrl.process.launched import Options
 from tinyrl.text import IncrementalDetokenizer
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
@@ -48,7 +48,7 @@ def say(session: ChatSession, asked: str | int) -> tuple[str, ChatAnswer]:
 def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> None:
     text, answer = say(session, ASKED)
     assert text == answer.text
-    plain = HfEngine(session.policy, session.policy.tokenizer, session.engine.settings)
+    plain = PlainEngine(session.policy, session.policy.tokenizer, session.engine.settings)
     request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
     [[again]] = plain.sample([request], 1, role="policy", seed=seed, step=CHAT_STEP)
     assert again.response == answer.sample.response

@@ -13,6 +13,7 @@ from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests.training.rows import chat_model, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.config.changes import Change
 from tinyrl.config.schema import Config
+from tinyrl.generation.engines import DoesNotFit
 from tinyrl.models.device import python_rng
 from tinyrl.models.kernels import Kernels
 from tinyrl.models.micro_batches import MicroBatches
@@ -333,6 +335,20 @@ def test_a_record_that_is_gone_is_said(
     assert running.go_on(run) == 0
     assert f"warning: {file.name}: the file is gone, {lost:,} of" in capsys.readouterr().err
     assert {json.loads(line)["step"] for line in file.read_text().splitlines()} == {3}
+
+
+def test_a_resume_with_another_sampling_engine_warns(
+    first: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after an update of a library, where the trial of `auto` ends otherwise."""
+    run = RunDir(shutil.copytree(first.path, tmp_path / "run"))
+    shutil.rmtree(run.checkpoints / "step-000003")
+    assert CheckpointState.read(run.checkpoints / "step-000002").engine == "fused"
+    refused = Mock(side_effect=DoesNotFit("not built like Llama"))
+    monkeypatch.setattr("tinyrl.generation.engines.fused_layout", refused)
+    assert running.go_on(run) == 0
+    shown = capsys.readouterr().err
+    assert any("warning" in line and "fused" in line and "hf" in line for line in shown.splitlines())
 
 
 def test_a_resume_of_linked_records_is_refused_before_a_weight_is_loaded(

@@ -23,10 +23,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import Head, head_of
@@ -87,6 +89,13 @@ class LayerWeights:
     k_norm: Tensor | None
 
 
+def linear_weight(module: nn.Module, adapter: str | None) -> tuple[Tensor, Tensor | None]:
+    """Return (weight (out, in), bias) of a linear layer under `adapter`; GPT-2's are transposed."""
+    weight, bias = merged_weight(module, adapter)
+    base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+    return weight.t() if isinstance(base, Conv1D) else weight, bias
+
+
 def merged_projection(
     modules: list[nn.Module], adapter: str | None, *, parts: int = 1, norm: Tensor | None = None
 ) -> Projection:
@@ -100,7 +109,7 @@ def merged_projection(
     def one(tensors: list[Tensor]) -> Tensor:
         return torch.cat([t.unflatten(0, (parts, -1)) for t in tensors], 1).flatten(0, 1).float()
 
-    weights, biases = zip(*(merged_weight(module, adapter) for module in modules), strict=True)
+    weights, biases = zip(*(linear_weight(module, adapter) for module in modules), strict=True)
     weight = one([*weights])
     present = [bias for bias in biases if bias is not None]
     bias = one(present) if present else None
@@ -117,12 +126,12 @@ def join_linear(
     adapters, whichever is asked for (None: the base, with a branch of zeros), since a CUDA graph is captured once for
     all of them.
     """
-    weights, biases = zip(*(merged_weight(module, None) for module in modules), strict=True)
+    weights, biases = zip(*(linear_weight(module, None) for module in modules), strict=True)
     matrix: Tensor | list[Tensor] | None = [*weights] if quantized else None
     if matrix is None and can_share(weights, dtype):
         matrix = matrix_of(weights)
     if matrix is None:
-        matrix = torch.cat([dense_weight(w) for w in weights]).to(dtype)
+        matrix = torch.cat([dense_weight(w).to(dtype) for w in weights])
     bias = None if biases[0] is None else torch.cat(biases).to(dtype)
     rank = sum(map(lora_rank, modules))
     if not rank:
@@ -148,7 +157,9 @@ def can_share(weights: Iterable[Tensor], dtype: torch.dtype) -> bool:
 def matrix_of(weights: Sequence[Tensor]) -> Tensor | None:
     """Return the matrix that these are one behind another in memory; None where they are not."""
     first = weights[0]
-    at = weights[0].data_ptr()
+    if len(weights) == 1:
+        return first.detach()
+    at = first.data_ptr()
     for weight in weights:
         same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         if not same or not weight.is_contiguous() or weight.data_ptr() != at:
@@ -174,11 +185,24 @@ def renewed(old: Tensor | None, fresh: Tensor) -> Tensor:
 # ---- cache ----
 
 
+def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros, since masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where it
+    is written.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 class RowCache:
     """Keys and values of every row, entries (layers, rows, kv heads, 2, width, head size), and the rotation of each of
     the `width` positions, by which the queries, key and value of a kv head are multiplied: cos, and sin with the sign
     of its half, each (width, 1, queries + 2, head size), 1 and 0 for the value, which is not rotated.
+
+    can_truncate: whether a row can be cut to its first tokens.
     """
+
+    can_truncate = True
 
     def __init__(self, entries: Tensor, cos: Tensor, sin: Tensor) -> None:
         self.entries = entries
@@ -283,10 +307,9 @@ class Decoder:
         """The stream on which all CUDA graphs are captured: cuBLAS keeps 32 MiB for every stream it has seen."""
         return torch.cuda.Stream()
 
-    @property
-    def cache_bytes_per_token(self) -> int:
-        """Count the bytes of keys and values of one token of one sequence."""
-        return 2 * len(self.backbone.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def row_bytes(self, width: int) -> int:
+        """Count the bytes of a row of `width` tokens in the cache: keys and values."""
+        return 2 * len(self.backbone.layers) * self.num_kv_heads * self.head_dim * self.dtype.itemsize * width
 
     @property
     def weight_bytes(self) -> int:
@@ -341,14 +364,8 @@ class Decoder:
         self.head = Head(torch.empty(0), None)  # never the model's own, which `sync` would write into
 
     def new_cache(self, rows: int, width: int) -> RowCache:
-        """Return a cache of zeros, as masked entries must be finite (0 x NaN is NaN). A CPU takes memory only where
-        written.
-        """
         shape = (len(self.backbone.layers), rows, self.num_kv_heads, 2, width, self.head_dim)
-        if self.device.type == "cpu":
-            entries = torch.from_numpy(np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)).view(self.dtype)
-        else:
-            entries = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        entries = zeros(shape, dtype=self.dtype, device=self.device)
         positions = torch.arange(width, device=self.device).unsqueeze(0)
         dtype = self.dtype
         cos, sin = self.backbone.rotary_emb(torch.empty(1, 1, 1, dtype=dtype, device=self.device), positions)
@@ -357,7 +374,7 @@ class Decoder:
         all_cos = cos.new_ones(lanes)
         all_sin = sin.new_zeros(lanes)
         all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
-        return RowCache(entries.view(shape), all_cos, all_sin)
+        return RowCache(entries, all_cos, all_sin)
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
         """Prefill prompts ids (P, L), padded on the right: keys and values of prompt p go into each of rows[p] of the

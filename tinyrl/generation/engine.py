@@ -1,7 +1,7 @@
 """Sampling engines: requests of token lists in, ragged token lists out; and which tokens end a completion.
 
-Each samples through a scheduler: rows of our decoder's cache (scheduler.py), or batches, of the library's modules
-(engines.py) or of requests to a server (server.py).
+Each samples through a scheduler: rows of a decoder's cache (scheduler.py), or batches, plain ones (plain.py) or of
+requests to a server (server.py).
 
 A token is drawn by inverse CDF. Its uniform comes from (seed, step, prompt, sample, t) by a counter-based hash, so the
 same request gives the same completion, to float32 rounding, whichever rows share its batch, from every engine, after a
@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Required, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Required, Self, TypedDict, TypeVar, Unpack
 
 import numpy as np
 import torch
@@ -235,13 +235,23 @@ class SamplingEngine:
         """Free the memory kept from one call to the next; return whether there was any."""
         return False
 
+    def with_settings(self, settings: GenerationConfig, *, look_every: int | None = None) -> Self:
+        """Return an engine on the same model with other settings; look_every: tokens between two looks at which rows
+        have ended. This one's cached rows are freed.
+        """
+        self.release()
+        other = copy.copy(self)
+        other.settings = settings
+        other.look_every = look_every or self.look_every
+        return other
+
     def without_ends(self, max_new_tokens: int) -> SamplingEngine:
         """Return an engine on the same model whose completions end at `max_new_tokens` alone: no token and no string
         ends one. This one's cached rows are freed.
         """
-        self.release()
-        endless = copy.copy(self)
-        endless.settings = self.settings.model_copy(update={"max_new_tokens": max_new_tokens, "stop": []})
+        endless = self.with_settings(
+            self.settings.model_copy(update={"max_new_tokens": max_new_tokens, "stop": []}),
+        )
         endless.eos = set()
         return endless
 

@@ -1,41 +1,35 @@
-"""Sampling engines of this process, and the choice of one by the model's shape and a trial of its numbers.
+"""The sampling engine with a cache of rows, and the choice of an engine by the model's shape and a trial of numbers.
 
-A server (server.py) where one is named. Else `fused`, a scheduler over our own decoder for models built like Llama,
-where its numbers agree with the model's own forward pass. Else `hf`, the library's modules: simple, so the others are
-tested against them.
+A server (server.py) where one is named. Else `fused`, our own decoder for models built like Llama, where its numbers
+agree with the model's own forward pass. Else `hf`, the library's modules over the same cache of rows and through the
+same scheduler, by the same trial. What fails it is sampled in plain batches (plain.py), and named at the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder, WeightLayout, can_share
-from tinyrl.generation.engine import (
-    BatchScheduler,
-    SampledRole,
-    SamplingEngine,
-    Sequence,
-    advanced,
-    draw,
-    row_params,
-    truncate_probs,
-    uniforms,
-)
+from tinyrl.generation.engine import Request, SampledRole, SamplingEngine
+from tinyrl.generation.library_decoder import LibraryDecoder, own_weights
+from tinyrl.generation.plain import PlainEngine, next_states
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.server import ServerEngine
-from tinyrl.models.checks import decodes_exactly
-from tinyrl.models.device import chunk_tokens, free_bytes, to_device
+from tinyrl.models.checks import continues_exactly, decodes_exactly, ordinary_ids
+from tinyrl.models.device import chunk_tokens, free_bytes
 from tinyrl.models.layers import reads_like_llama
-from tinyrl.models.logprobs import head_of
+from tinyrl.models.loading import embedding_rows
 from tinyrl.models.lora import POLICY_ADAPTER, is_plain_lora
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
@@ -44,41 +38,53 @@ from tinyrl.text import first_line, mask_url
 CACHE_SHARE = 0.4  # of the free memory that the cache may take
 COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take
 WIDTH_BUCKET = 256  # graphs outlive a call whose longest row is a little longer
-COMPACT_BELOW = 0.8  # share of a batch still going below which HfEngine drops ended rows: a copy costs about a token
+AnyDecoder = Decoder | LibraryDecoder
 
 
-class FusedEngine(SamplingEngine):
-    """Samples through a `Decoder`, whose weights are copied from the acting role at every call.
+class CachedEngine(SamplingEngine):
+    """Samples through a decoder with a cache of rows, whose weights are copied from the acting role at every call:
+    `fused` is our own (decoder.py), `hf` the library's modules (library_decoder.py).
 
-    by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic algorithms may copy from the host,
-    which no graph can.
+    layout: of the decoder's weights. by_graphs: whether steps are replayed from graphs, as on CUDA; deterministic
+    algorithms may copy from the host, which no graph can.
     overlaps: whether rows go on while others wait for their environment. Which rows are decoded together then depends
     on the clock, and with it the rounding, so not where the same run is to give the same bits.
     """
 
-    name = "fused"
-
     def __init__(
-        self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig, *, layout: WeightLayout
+        self,
+        policy: Policy,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationConfig,
+        *,
+        name: Literal["fused", "hf"],
+        layout: WeightLayout | None,
     ) -> None:
         super().__init__(policy, tokenizer, settings)
-        self.layout: WeightLayout = layout
+        self.name: str = name
+        self.layout: WeightLayout | None = layout
         self.exact = policy.dtype == torch.float32
         self.by_graphs = policy.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
         self.overlaps = self.by_graphs
-        self.decoders: dict[int, Decoder] = {}  # of each model that has sampled: the policy's, a frozen reference
+        self.decoders: dict[int, AnyDecoder] = {}  # of each model that has sampled: the policy's, a frozen reference
         self._kept: Scheduler | None = None  # outlives a call
         self._wanted = 0  # rows that it was made for
         self._serves: SampledRole | None = None  # whose weights it has for serving calls
 
+    def _decoder_of(self, model: PreTrainedModel) -> AnyDecoder:
+        if self.name == "hf":
+            return LibraryDecoder(model, dtype=self.policy.dtype, layout=self.layout)
+        assert self.layout is not None
+        return Decoder(model, dtype=self.policy.dtype, layout=self.layout)
+
     @contextmanager
-    def synced(self, role: SampledRole) -> Iterator[Decoder]:
+    def synced(self, role: SampledRole) -> Iterator[AnyDecoder]:
         """Yield the decoder of the role's model with its weights as they are now. The copy is freed afterwards, as it
         is quickly made again, unless a scheduler that outlives the call reads it.
         """
         with self.policy.acting(role) as model:
             if id(model) not in self.decoders:
-                self.decoders[id(model)] = Decoder(model, dtype=self.policy.dtype, layout=self.layout)
+                self.decoders[id(model)] = self._decoder_of(model)
             decoder = self.decoders[id(model)]
             decoder.sync(self.policy.adapter_of(role))
             yield decoder
@@ -93,7 +99,8 @@ class FusedEngine(SamplingEngine):
         if kept is not None and (self._wanted < rows or kept.width < width):
             kept = None
         if kept is not None and serving and self._serves == role:
-            yield kept
+            with self.policy.acting(role):
+                yield kept
             return
         with self.synced(role) as decoder:
             if kept is None or kept.decoder is not decoder:
@@ -109,7 +116,7 @@ class FusedEngine(SamplingEngine):
             self._kept = kept if serving or self.by_graphs else None
             yield kept
 
-    def _most_rows(self, decoder: Decoder, width: int) -> int:
+    def _most_rows(self, decoder: AnyDecoder, width: int) -> int:
         """Return how many rows of `width` tokens are decoded together at most: by the free memory, but on a GPU not
         where the same run is to give the same bits, since products of other shapes round differently.
         """
@@ -117,7 +124,20 @@ class FusedEngine(SamplingEngine):
         if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
             return chunk_tokens(len(decoder.embedding), device)  # whose logits are one chunk
         room = free_bytes(device) * CACHE_SHARE
-        return max(1, int(room / (decoder.cache_bytes_per_token * width)))
+        return max(1, int(room / decoder.row_bytes(width)))
+
+    def try_graphs(self) -> None:
+        """Keep graphs over the library's modules only where a trial at the start of a run shows that they draw what
+        eager steps do; else warn. Models with recurrent states always run eagerly: a graph computes rows behind the
+        live ones as well, which advances the states of cached rows. So do adapters that stay with the model's own
+        modules, as a graph holds the one that acted at its capture.
+        """
+        if not self.by_graphs:
+            return
+        with self.synced("policy") as decoder:
+            eager = isinstance(decoder, LibraryDecoder) and (decoder.has_states or decoder.adapts)
+        self.by_graphs = not eager and graphs_agree(self)
+        self.release()
 
     def forget(self) -> None:
         self._serves = None
@@ -133,148 +153,75 @@ class FusedEngine(SamplingEngine):
         return kept
 
 
-# ---- the library's modules ----
+# ---- graphs over the library's modules ----
+
+TRIAL_TOKENS = (3, 9, 40, 24)  # of sequences: rows end, others move into their places, and fewer are left
+SHAKEN = 8  # trained tensors that move in a trial
+SAME_LOGPROBS = 1e-3  # nats: a graph runs the kernels of an eager step
 
 
-class HfEngine(SamplingEngine):
-    """Samples through the library's own modules and cache, with LoRA as branches, for models of any shape. look_every:
-    tokens between two looks at which rows have ended; None: by the device.
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens and log-probabilities of a trial's sequences. replayed: whether no step was refused by a capture."""
 
-    It computes in the dtype of training passes, under autocast. There trained weights are in float32: they are cast
-    once per call where memory allows, else at every token.
+    tokens: list[list[int]]
+    logprobs: Tensor
+    replayed: bool
+
+
+def graphs_agree(engine: CachedEngine) -> bool:
+    """Return whether steps replayed from graphs draw what eager steps of the same shapes do: in several counts of rows,
+    after rows have moved, and after the weights have changed and were copied anew. Warns where not.
     """
-
-    name = "hf"
-
-    def __init__(
-        self,
-        policy: Policy,
-        tokenizer: PreTrainedTokenizerBase,
-        settings: GenerationConfig,
-        *,
-        look_every: int | None = None,
-    ) -> None:
-        super().__init__(policy, tokenizer, settings)
-        self.exact = policy.dtype == torch.float32
-        if look_every is not None:
-            self.look_every = look_every
-
-    @contextmanager
-    def scheduler(
-        self, role: SampledRole, *, rows: int, width: int, serving: bool = False
-    ) -> Iterator[LibraryScheduler]:
-        with self.policy.acting(role) as model, self._computing(model):
-            yield LibraryScheduler(self, model, capacity=rows)
-
-    @contextmanager
-    def _computing(self, model: PreTrainedModel) -> Iterator[None]:
-        """Compute as training passes do. Autocast keeps what it has cast, but not in inference mode."""
-        if self.policy.run_device.dtype == torch.float32:
-            yield
-            return
-        keeps = self._casts_fit(model)
-        with torch.inference_mode(False), torch.no_grad(), self.policy.run_device.autocast(keeps_casts=keeps):
-            yield
-
-    def _casts_fit(self, model: PreTrainedModel) -> bool:
-        """Return whether float32 weights cast to half precision take at most COPY_SHARE of the free memory."""
-        numbers = sum(w.numel() for w in model.parameters() if w.dtype == torch.float32)
-        needed = numbers * self.policy.run_device.dtype.itemsize
-        return needed <= free_bytes(self.policy.device) * COPY_SHARE
+    policy = engine.policy
+    eager = draw_few(engine, replays=False)
+    replayed = draw_few(engine, replays=True)
+    with shaken([*policy.parameters["policy"].values()][-SHAKEN:]):
+        eager_after = draw_few(engine, replays=False)
+        replayed_after = draw_few(engine, replays=True)
+    if not (replayed.replayed and replayed_after.replayed):
+        return False  # the capture has warned
+    for ours, wanted in ((replayed, eager), (replayed_after, eager_after)):
+        gap = ours.logprobs - wanted.logprobs if ours.tokens == wanted.tokens else None
+        if gap is None or not gap.abs().max() <= SAME_LOGPROBS:
+            warnings.warn("sampling without CUDA graphs, which draw other tokens than eager steps", stacklevel=2)
+            return False
+    return True
 
 
-class LibraryScheduler(BatchScheduler):
-    """Batches of `capacity` sequences, in the library's own cache, which grows."""
+def draw_few(engine: CachedEngine, *, replays: bool) -> Drawn:
+    """Sample sequences of several lengths, with steps replayed from graphs or run eagerly."""
+    vocabulary = embedding_rows(engine.policy.causal)
+    requests = [
+        Request(ordinary_ids(vocabulary, 4 + 3 * i, start=100 * i), prompt_row=i, max_new_tokens=tokens)
+        for i, tokens in enumerate(TRIAL_TOKENS)
+    ]
+    sequences = engine.sequences(requests, 2, {"seed": 0, "step": 0})
+    width = max(sequence.room for sequence in sequences)
+    with torch.inference_mode(), engine.scheduler("policy", rows=len(sequences), width=width) as scheduler:
+        scheduler.replay_steps(replays)
+        scheduler.add(sequences)
+        while scheduler.busy:
+            scheduler.step()
+        replayed = scheduler.replays
+    logprobs = torch.tensor([logprob for sequence in sequences for logprob in sequence.logprobs])
+    return Drawn([sequence.tokens for sequence in sequences], logprobs, replayed)
 
-    def __init__(self, engine: HfEngine, model: PreTrainedModel, *, capacity: int) -> None:
-        super().__init__()
-        self.engine = engine
-        self.capacity = capacity
-        self.device = engine.policy.device
-        self.backbone = backbone_of(model)
-        head = head_of(model)
-        self.head = head.cast() if torch.is_autocast_cache_enabled() else head
 
-    def step(self) -> list[Sequence]:
-        """Decode every row by one token, or on a GPU by a few; return the sequences that have ended."""
-        if not self.busy:
-            return []
-        begins = not self.rows
-        if begins:
-            self.rows = [self.waiting.popleft() for _ in range(min(self.capacity, len(self.waiting)))]
-            self.params = row_params([s.params for s in self.rows], self.device)
-            self.last_position = max(s.room for s in self.rows) - 1
-        going = [s for s in self.rows if not s.over]
-        look = min(self.engine.look_every, max((s.limit - len(s.tokens) for s in going), default=1))
-        keys = np.array([s.key for s in self.rows], dtype=np.uint64)
-        counts = [len(s.tokens) for s in self.rows]
-        u = to_device(uniforms(advanced(keys, np.array(counts)), num_tokens=look), self.device)
-        drawn = [self._draw(self._prefill() if begins and t == 0 else self._next(), u[:, t]) for t in range(look)]
-        tokens, logprobs = (torch.stack(columns, 1).tolist() for columns in zip(*drawn, strict=True))
-        for sequence, t, p in zip(self.rows, tokens, logprobs, strict=True):
-            sequence.append(t, p, eos=self.engine.eos, tokenizer=self.engine.tokenizer)
-        stay = [i for i, s in enumerate(self.rows) if not s.over]
-        if not stay:
-            self.rows = []
-        elif len(stay) < COMPACT_BELOW * len(self.rows):
-            self.rows = [self.rows[i] for i in stay]
-            self.token = self.token[self._take(stay)]
-            self.params = row_params([s.params for s in self.rows], self.device)
-        return [s for s in going if s.over]
-
-    def _take(self, rows: list[int]) -> Tensor:
-        """Take these rows of the cache and mask, in this order and as often as named; return their indices."""
-        index = to_device(torch.tensor(rows), self.device)
-        self.cache.reorder_cache(index)  # pyright: ignore # all kinds of layers have it (Qwen3.5's are recurrent)
-        self.mask = self.mask[index]
-        return index
-
-    def _prefill(self) -> Tensor:
-        """Return logits (R, V) after the prompts; one that several rows have in common is prefilled once."""
-        prompts = list[list[int]]()
-        source = list[int]()
-        for row in self.rows:
-            if not prompts or row.prompt != prompts[-1]:
-                prompts.append(row.prompt)
-            source.append(len(prompts) - 1)
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, prompt in enumerate(prompts):
-            ids[i, width - len(prompt) :] = torch.tensor(prompt)
-            mask[i, width - len(prompt) :] = 1
-        self.cache = DynamicCache(config=self.backbone.config)  # pyright: ignore[reportArgumentType]
-        self.mask = to_device(mask, self.device)
-        logits = self._forward(to_device(ids, self.device))
-        return logits[self._take(source)]
-
-    def _next(self) -> Tensor:
-        """Return logits (R, V) after the last token of each row."""
-        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.rows), 1)], dim=1)
-        return self._forward(self.token.unsqueeze(-1))
-
-    def _forward(self, ids: Tensor) -> Tensor:
-        positions = self.mask.cumsum(-1) - 1
-        # A row that has ended is decoded on beside the others; learned positions have a last one.
-        positions = positions.clamp(min=0, max=self.last_position)[:, -ids.shape[1] :]
-        output = self.backbone(
-            input_ids=ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache, use_cache=True
-        )
-        return self.head.logits(output.last_hidden_state[:, -1])
-
-    def _draw(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw one token a row; return it and its log-probability under the distribution that training scores."""
-        params = self.params
-        z = logits / params["temperature"].unsqueeze(-1) if "temperature" in params else logits
-        log_p = z.log_softmax(-1)
-        probs = log_p.exp()
-        likeliest = log_p.argmax(-1)
-        if "top_p" in params:
-            probs = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
-        self.token = likeliest if "all greedy" in params else draw(probs, u)[0]
-        if "greedy" in params:
-            self.token = torch.where(params["greedy"], likeliest, self.token)
-        return self.token, log_p.gather(-1, self.token.unsqueeze(-1)).squeeze(-1)
+@contextmanager
+def shaken(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Move some trained tensors, and put them back, bit by bit."""
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with torch.no_grad():
+            for parameter in parameters:
+                numbers = torch.arange(parameter.numel(), device=parameter.device)
+                parameter.add_(numbers.cos().view_as(parameter), alpha=0.02)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, values in zip(parameters, before, strict=True):
+                parameter.copy_(values)
 
 
 # ---- choice of an engine ----
@@ -282,41 +229,91 @@ class LibraryScheduler(BatchScheduler):
 RAISED_BY_TRIALS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
+OTHER_NUMBERS = "the numbers are not those of the model's own forward pass"
+
+
+class DoesNotFit(ValueError):
+    """A model's shape, or memory, rules a decoder out; the message says why."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An engine that was tried, if it could be made; whether its numbers are right (None: they could not be compared);
+    and a sentence on that.
+    """
+
+    engine: CachedEngine | None
+    agrees: bool | None
+    why: str
+
+
 def select_engine(
     config: GenerationConfig, policy: Policy, tokenizer: PreTrainedTokenizerBase, *, longest: int, tried: int = 0
 ) -> tuple[SamplingEngine, str]:
-    """Return the sampling engine of `generation.engine` over the policy's model, and why it is that one.
+    """Return the sampling engine of `generation.engine` over the policy's model, and why it is that one: the first of
+    `fused`, `hf` and plain batches whose numbers are those of the model's own forward pass.
 
     longest: tokens of the longest sequence there can be; tried: of the longest on which numbers are compared. Raises
-    ValueError when the engine asked for by name cannot sample from this model correctly.
+    ValueError when the engine asked for by name, or each of them, cannot sample from this model correctly.
     """
     if config.engine == "server":
         return ServerEngine(policy, tokenizer, config, longest=longest), f"generation.url={mask_url(str(config.url))}"
+    engine = partial(CachedEngine, policy, tokenizer, config)
     why = "generation.engine"
-    kind = type(policy.causal).__name__
     if config.engine != "hf":
-        try:
-            layout, why = _layout(policy, longest)
-            if layout is not None:
-                engine = FusedEngine(policy, tokenizer, config, layout=layout)
-                with engine.synced("policy") as decoder:
-                    agrees = decodes_exactly(decoder.backbone, decoder, longest=tried)
-                if agrees:
-                    return engine, "it matches the model's own forward pass"
-                why = f"its numbers are not those of {kind}"
-                if config.engine == "fused" and not engine.exact:
-                    return engine, f"generation.engine; warning: {why}"
-        except torch.OutOfMemoryError:
-            raise
-        except RAISED_BY_TRIALS as error:
-            why = f"its trial with {kind} ended in {type(error).__name__}: {first_line(error)}"
-        if config.engine == "fused":
-            raise ValueError(f"generation.engine=fused: {why}; use auto")
-    return HfEngine(policy, tokenizer, config), why
+        fused = try_engine(lambda: engine(name="fused", layout=fused_layout(policy, longest)), tried=tried)
+        if fused.engine is not None and fused.agrees:
+            return fused.engine, fused.why
+        by_name = config.engine == "fused"
+        if by_name and fused.engine is not None and not fused.engine.exact:
+            return fused.engine, f"generation.engine; warning: {fused.why}"
+        if by_name:
+            raise ValueError(f"generation.engine=fused: {fused.why}; use auto")
+        why = fused.why
+    library = try_engine(lambda: engine(name="hf", layout=library_layout(policy)), tried=tried)
+    if library.engine is not None and library.agrees:
+        library.engine.try_graphs()
+        return library.engine, why
+    plain = try_plain(policy, tried=tried)
+    if plain.agrees is False or (plain.agrees is None and policy.dtype == torch.float32):
+        raise ValueError(f"{type(policy.causal).__name__} cannot be sampled from: {plain.why}")
+    words = f"warning: in plain batches, since of `hf` {library.why}"
+    return PlainEngine(policy, tokenizer, config), words if plain.agrees else f"{words}; {plain.why}"
 
 
-def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
-    """Return the layout of the fused engine's weights, or None and why the model's shape, or memory, rules it out."""
+def try_engine(make: Callable[[], CachedEngine], *, tried: int) -> Trial:
+    """Make an engine and compare its decoder with the model's own forward pass. Raises torch.OutOfMemoryError."""
+    engine: CachedEngine | None = None
+    try:
+        engine = make()
+        with engine.synced("policy") as decoder:
+            if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried):
+                return Trial(engine, agrees=True, why="it matches the model's own forward pass")
+        return Trial(engine, agrees=False, why=OTHER_NUMBERS)
+    except torch.OutOfMemoryError:
+        raise
+    except DoesNotFit as error:
+        return Trial(None, agrees=False, why=str(error))
+    except RAISED_BY_TRIALS as error:
+        return Trial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
+
+
+def try_plain(policy: Policy, *, tried: int) -> Trial:
+    """Compare plain batches with the model's own forward pass. Raises torch.OutOfMemoryError."""
+    try:
+        with policy.acting("policy") as model:
+            backbone = backbone_of(model)
+            forward = partial(next_states, backbone)
+            agrees = continues_exactly(backbone, forward, vocabulary=embedding_rows(model), longest=tried)
+        return Trial(None, agrees=agrees, why=OTHER_NUMBERS)
+    except torch.OutOfMemoryError:
+        raise
+    except RAISED_BY_TRIALS as error:
+        return Trial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
+
+
+def fused_layout(policy: Policy, longest: int) -> WeightLayout:
+    """Return the layout of the weights of our own decoder. Raises DoesNotFit."""
     model = policy.causal
     name = type(policy.causal).__name__
     config = policy.causal.config.get_text_config()
@@ -324,20 +321,20 @@ def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
     room = free_bytes(policy.device) * COPY_SHARE
     backbone: Any = backbone_of(model)
     if not reads_like_llama(backbone):
-        return None, f"{name} is not built like Llama"
+        raise DoesNotFit(f"{name} is not built like Llama")
     if isinstance(backbone.embed_tokens, LoraLayer):
-        return None, "the adapter is on the embedding, too"
+        raise DoesNotFit("the adapter is on the embedding, too")
     if not all(map(is_plain_lora, policy.adapted_layers(POLICY_ADAPTER))):
-        return None, "the adapter is more than W + B A (DoRA, or with a bias)"
+        raise DoesNotFit("the adapter is more than W + B A (DoRA, or with a bias)")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     # Mistral has no kinds of layers: with a window, every one looks through it
     windowed = window is not None if kinds is None else any("full" not in kind for kind in kinds)
     if windowed and (window is None or window < longest):
-        return None, f"{name} does not look at all earlier tokens in every layer"
+        raise DoesNotFit(f"{name} does not look at all earlier tokens in every layer")
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ("dynamic", "longrope"):
-        return None, f"the rotary positions of {name} ({rope}) depend on what else is in the batch"
+        raise DoesNotFit(f"the rotary positions of {name} ({rope}) depend on what else is in the batch")
     quantized = bool(getattr(model, "is_quantized", False))
     layers = {id(p) for p in backbone.layers.parameters()}
     base = [w for n, w in model.named_parameters() if "lora_" not in n]
@@ -345,7 +342,27 @@ def _layout(policy: Policy, longest: int) -> tuple[WeightLayout | None, str]:
     copied = [w for w in base if (merges and id(w) in layers) or not can_share([w], dtype)]
     needed: int = sum(getattr(w, "quant_state", w).shape.numel() * dtype.itemsize for w in copied)
     if needed <= room:
-        return "merged" if merges and not quantized else "separate_lora", ""
+        return "merged" if merges and not quantized else "separate_lora"
     if quantized or can_share(base, dtype):  # needs no copy
-        return "quantized" if quantized else "separate_lora", ""
-    return None, f"a copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory"
+        return "quantized" if quantized else "separate_lora"
+    raise DoesNotFit(f"a copy of the weights ({needed / 1e9:.1f} GB) would take most of the free memory")
+
+
+def library_layout(policy: Policy) -> WeightLayout | None:
+    """Return the layout of the weights that the library's modules sample with: None where no copy of them fits, and
+    trained ones are cast at every use.
+    """
+    room = free_bytes(policy.device) * COPY_SHARE
+    dtype = policy.dtype
+    quantized = bool(getattr(policy.causal, "is_quantized", False))
+    merges = dtype == torch.float32 and not quantized
+    layers: list[Any] = [*policy.adapted_layers(POLICY_ADAPTER)]
+    adapted = [layer.get_base_layer().weight for layer in layers if own_weights(layer, dtype=dtype)]
+    trained = [w for w in policy.causal.parameters() if w.dtype == torch.float32 and dtype != torch.float32]
+    copied = adapted if merges or quantized else trained
+    needed: int = sum(getattr(w, "quant_state", w).shape.numel() * dtype.itemsize for w in copied)
+    if needed <= room:
+        return "merged" if merges else "separate_lora"
+    if quantized:
+        return "quantized"
+    return "separate_lora" if merges else None

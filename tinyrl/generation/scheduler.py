@@ -23,14 +23,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.engine import (
     SampledRole,
     SamplingEngine,
@@ -42,6 +41,7 @@ from tinyrl.generation.engine import (
 )
 from tinyrl.models.device import as_out_of_memory, to_device
 from tinyrl.models.loading import embedding_rows
+from tinyrl.models.logprobs import Head
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
 from tinyrl.process.errors import no_memory
 
@@ -52,12 +52,45 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)  # of
 FURTHER = 256  # between buckets of still more rows
 
 
+class RowsCache(Protocol):
+    """Rows of a cache. can_truncate: whether a row can be cut to its first tokens; one with recurrent states is
+    continued whole or not at all.
+    """
+
+    can_truncate: bool
+
+    def copy(self, source: int, to: int, tokens: int) -> None: ...
+
+    def exchange(self, a: int, b: int, tokens: int) -> None: ...
+
+
+class CachedDecoder(Protocol):
+    """What a scheduler needs of a decoder (decoder.py, library_decoder.py)."""
+
+    device: torch.device
+    head: Head
+
+    @property
+    def side_stream(self) -> Any: ...  # a torch.cuda.Stream, made at its first use
+
+    def new_cache(self, rows: int, width: int) -> Any: ...
+
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Any, rows: list[range]) -> Tensor: ...
+
+    def extend(
+        self, ids: Tensor, lengths: Tensor, start: Tensor | int, *, cache: Any, rows: list[int], width: int
+    ) -> Tensor: ...
+
+    def step(self, token: Tensor, position: Tensor, *, cache: Any, width: int) -> Tensor: ...
+
+
 class StepGraphs:
     """Calls `step(*shape)` through a CUDA graph that is captured the first time a shape is seen: an eager step launches
     some twenty kernels a layer, which on a small model takes longer than the work.
 
     state: tensors that a step advances, which never move. Capturing runs the step once to warm up, and restores them.
-    side: the stream of all captures.
+    side: the stream of all captures. fails: a step could not be captured; eager: steps of the same shapes are run
+    without graphs, for comparison.
     """
 
     def __init__(self, step: Callable[..., None], *, state: tuple[Tensor, ...], side: torch.cuda.Stream) -> None:
@@ -67,12 +100,14 @@ class StepGraphs:
         self.graphs: dict[tuple[Any, ...], torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.fails = False
+        self.eager = False
 
     def __call__(self, *shape: Any) -> None:
         """Replay the step; where it cannot be captured, warn once and run it eagerly from then on. Raises an error that
         reports a lack of memory.
         """
-        if not self.fails and shape not in self.graphs:
+        eager = self.eager or self.fails
+        if not eager and shape not in self.graphs:
             try:
                 before = [tensor.clone() for tensor in self.state]
                 self.side.wait_stream(torch.cuda.current_stream())
@@ -88,9 +123,9 @@ class StepGraphs:
             except RuntimeError as error:
                 if no_memory(error) is not None:
                     raise
-                self.fails = True
+                self.fails = eager = True
                 warnings.warn(f"sampling without CUDA graphs, as a step cannot be captured: {error}", stacklevel=2)
-        if self.fails:
+        if eager:
             self.step(*shape)
         else:
             self.graphs[shape].replay()
@@ -118,7 +153,7 @@ class Scheduler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: CachedDecoder,
         tokenizer: PreTrainedTokenizerBase,
         eos: set[int],
         *,
@@ -134,7 +169,7 @@ class Scheduler:
         self.capacity = capacity
         self.width = width
         self.look_every = look_every
-        self.cache = decoder.new_cache(capacity, width)
+        self.cache: RowsCache = decoder.new_cache(capacity, width)
         device = self.device
         self.token, self.position = torch.zeros(2, capacity, dtype=torch.long, device=device).unbind()
         # Of the tokens between two looks: their uniforms, the tokens, their log-probabilities; the column to come.
@@ -158,6 +193,16 @@ class Scheduler:
         self.resuming: deque[Sequence] = deque()  # which continue a row of the cache
         self._admitting = False
         self._changed = True
+
+    def replay_steps(self, replays: bool) -> None:
+        """Replay steps from graphs from now on, or run steps of the same shapes eagerly."""
+        assert self.graphs is not None
+        self.graphs.eager = not replays
+
+    @property
+    def replays(self) -> bool:
+        """Return whether steps are replayed from graphs."""
+        return self.graphs is not None and not self.graphs.eager and not self.graphs.fails
 
     def add(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -209,7 +254,7 @@ class Scheduler:
         known = [len(row_of(sequence).tokens) for sequence in part]
         new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
-        rows = range(first, first + len(part))
+        rows = [*range(first, first + len(part))]
         width = max(len(s.prompt) for s in part)
         states = self.decoder.extend(self._padded(new), lengths, start, cache=self.cache, rows=rows, width=width)
         self._begin(part, self.decoder.head.logits(states))
@@ -263,10 +308,12 @@ class Scheduler:
 
     def _reusable(self, prompt: list[int]) -> CachedRow | None:
         """Find the cached row with the longest common prefix, cut to that. None where a row would lose more than half
-        of its tokens, since its own conversation may go on, or the prefix is short.
+        of its tokens, since its own conversation may go on, or any of them if it cannot be cut, or the prefix is short.
         """
         free = [row for row in self.cached if not row.held]
         known = [common_length([row.tokens, prompt[:-1]]) for row in free]
+        if not self.cache.can_truncate:
+            known = [count if count == len(row.tokens) else 0 for row, count in zip(free, known, strict=True)]
         best = max(range(len(free)), key=known.__getitem__, default=-1)
         if best < 0 or known[best] < max(LEAST_START, len(free[best].tokens) / 2):
             return None
@@ -310,23 +357,27 @@ class Scheduler:
     # ---- decode ----
 
     def _decode(self) -> None:
-        """Decode every live row by `look_every` tokens, and look at which have ended."""
+        """Decode every live row by `look_every` tokens, and look at which have ended. A row that will be continued and
+        cannot be cut must not run past its end: it is looked at after every token.
+        """
         live = len(self.live)
         if self._changed:
             self._place()
-        drawn = uniforms(advanced(self.keys, self.counts), num_tokens=self.look_every)
-        self.counts += self.look_every
-        self.uniforms[:live] = to_device(drawn, self.device)
+        runs_on = self.cache.can_truncate or all(sequence.after == "free" for sequence in self.live)
+        look_every = self.look_every if runs_on else 1
+        drawn = uniforms(advanced(self.keys, self.counts), num_tokens=look_every)
+        self.counts += look_every
+        self.uniforms[:live, :look_every] = to_device(drawn, self.device)
         self.column.zero_()
         longest = max(sequence.length for sequence in self.live)
-        for i in range(self.look_every):
+        for i in range(look_every):
             if self.graphs is None:
                 self._step(live, min(longest + i, self.width), self.params)
             else:
                 rows = next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)
                 self.graphs(min(rows, self.capacity), *self.params)
-        tokens = self.drawn[:live].tolist()
-        logprobs = self.logprobs[:live].tolist()
+        tokens = self.drawn[:live, :look_every].tolist()
+        logprobs = self.logprobs[:live, :look_every].tolist()
         for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
 

@@ -5,7 +5,7 @@
         2. the environment answers the turns that have ended, a batch at a time
         3. its answer is appended to the tokens, prefilled and never trained on
 
-Engines play the same `Episodes` in two ways: they prefill an episode from its beginning at each turn, or (FusedEngine)
+Engines play the same `Episodes` in two ways: they prefill an episode from its beginning at each turn, or (CachedEngine)
 hold the rows that wait, and prefill the answers only.
 """
 

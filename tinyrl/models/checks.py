@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.device import HALVES, autocast_dtype
@@ -264,55 +264,124 @@ def _alike(ours: list[Tensor], library: Callable[[], list[Tensor]], backbone: nn
     return as_exact(float(errors(ours, exact).mean()), float(errors(theirs, exact).mean()))
 
 
-# ---- the sampler's decoder ----
+# ---- the samplers ----
 
 
-Cache = TypeVar("Cache")
-
-
-class SamplersDecoder(Protocol[Cache]):
-    """The decoder of generation/decoder.py, as far as it is compared here."""
+class SamplersDecoder(Protocol):
+    """A decoder of generation/, as far as it is compared here; its cache has a method exchange(row, row, tokens)."""
 
     dtype: torch.dtype
     device: torch.device
-    embedding: Tensor
 
-    def new_cache(self, rows: int, width: int) -> Cache: ...
+    @property
+    def embedding(self) -> Tensor: ...
 
-    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Cache, rows: list[range]) -> Tensor: ...
+    def new_cache(self, rows: int, width: int) -> Any: ...
 
-    def step(self, token: Tensor, position: Tensor, *, cache: Cache, width: int) -> Tensor: ...
+    def prefill(self, ids: Tensor, lengths: Tensor, *, cache: Any, rows: list[range]) -> Tensor: ...
+
+    def extend(
+        self, ids: Tensor, lengths: Tensor, start: Tensor, *, cache: Any, rows: list[int], width: int
+    ) -> Tensor: ...
+
+    def step(self, token: Tensor, position: Tensor, *, cache: Any, width: int) -> Tensor: ...
 
 
 @torch.no_grad()
-def decodes_exactly(backbone: nn.Module, decoder: SamplersDecoder[Cache], *, longest: int) -> bool:
-    """Return whether the decoder of generation/decoder.py computes the states of the library at the end of texts of
-    different lengths, one of `longest` tokens (a scale of positions, a window or a mask may go wrong late). The last
-    tokens are decoded one by one. Half precision is judged by more texts: rounding is much the same inside one.
+def decodes_exactly(backbone: nn.Module, decoder: SamplersDecoder, *, longest: int) -> bool:
+    """Return whether a decoder computes the library's states at the end of texts of different lengths, one of `longest`
+    tokens (a scale of positions, a window or a mask may go wrong late). Half precision is judged by more texts:
+    rounding is much the same inside one.
     """
     half = decoder.dtype in HALVES
-    device = decoder.device
     vocabulary = len(decoder.embedding)
     short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(8 if half else 2)]
     long = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else []
-    ours = list[Tensor]()
-    for texts in filter(None, (short, long)):
-        ids = nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True).to(device)
-        position = torch.tensor([len(text) - DECODED for text in texts], device=device)
-        cache = decoder.new_cache(*ids.shape)
-        rows = [range(i, i + 1) for i in range(len(texts))]
-        states = [decoder.prefill(ids[:, : int(position.max())], position, cache=cache, rows=rows)]
-        for at in (position + t for t in range(DECODED)):
-            token = ids.gather(1, at.unsqueeze(1)).squeeze(1)
-            states.append(decoder.step(token, at, cache=cache, width=ids.shape[1]))
-        ours += torch.stack(states, 1).unbind()
+    found = [decoded_states(decoder, texts) for texts in (short, long) if texts]
+    ours = [states for of_texts in found for states in of_texts]
+    return _are_the_librarys(backbone, [*short, *long], ours, dtype=decoder.dtype)
+
+
+def decoded_states(decoder: SamplersDecoder, texts: list[list[int]]) -> list[dict[int, Tensor]]:
+    """Decode the last DECODED tokens of each text as a scheduler does, and return states by position. Rows have held
+    other texts; prompts and what extends them have different lengths; a row moves; then all rows are decoded token by
+    token, and at the end fewer of them.
+    """
+    device = decoder.device
+    count = len(texts)
+    longest = max(map(len, texts))
+    cache = decoder.new_cache(count + 1, longest)
+    slots = [count, *range(1, count)]  # the first text moves to row 0 later
+    rows = [range(slot, slot + 1) for slot in slots]
+
+    def padded(parts: list[list[int]]) -> tuple[Tensor, Tensor]:
+        ids = nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
+        return ids.to(device), torch.tensor([len(part) for part in parts], device=device)
+
+    decoder.prefill(*padded([text[: -DECODED - i % 2 : -1] for i, text in enumerate(texts)]), cache=cache, rows=rows)
+    at = [len(text) - DECODED for text in texts]
+    prompts = padded([text[:end] for text, end in zip(texts, at, strict=True)])
+    states = decoder.prefill(*prompts, cache=cache, rows=rows)
+    found = [{end - 1: state} for end, state in zip(at, states, strict=True)]
+    few = (count + 1) // 2
+    new = [text[end : end + (2 if i < few else 3)] for i, (text, end) in enumerate(zip(texts, at, strict=True))]
+    states = decoder.extend(*padded(new), torch.tensor(at, device=device), cache=cache, rows=slots, width=longest)
+    at = [end + len(more) for end, more in zip(at, new, strict=True)]
+    for of_text, end, state in zip(found, at, states, strict=True):
+        of_text[end - 1] = state
+    cache.exchange(count, 0, longest)
+    for live in [*[count] * (DECODED - 3), few]:
+        token = torch.tensor([text[end] for text, end in zip(texts[:live], at[:live], strict=True)], device=device)
+        states = decoder.step(token, torch.tensor(at[:live], device=device), cache=cache, width=longest)
+        for i, state in enumerate(states):
+            found[i][at[i]] = state
+            at[i] += 1
+    return found
+
+
+@torch.no_grad()
+def continues_exactly(
+    backbone: nn.Module,
+    forward: Callable[[Tensor, DynamicCache], Tensor],
+    *,
+    vocabulary: int,
+    longest: int,
+) -> bool:
+    """Return whether `forward`, over prompts of one length and then token by token, computes the library's states of
+    texts, one of them of `longest` tokens. It runs the library's modules, so all that can be wrong shows in float32.
+    """
+    device = next(backbone.parameters()).device
+    short = [ordinary_ids(vocabulary, 20, start=100 * i) for i in range(2)]
+    long = [ordinary_ids(vocabulary, longest)] if longest > 20 else []
+    ours = list[dict[int, Tensor]]()
+    for texts in (short, long):
+        if not texts:
+            continue
+        ids = torch.tensor(texts, device=device)
+        cache = DynamicCache(config=backbone.config)  # pyright: ignore[reportArgumentType]
+        end = ids.shape[1] - DECODED
+        with in_float32(backbone):
+            states = {end - 1: forward(ids[:, :end], cache)}
+            for position in range(end, ids.shape[1]):
+                states[position] = forward(ids[:, position : position + 1], cache)
+        ours += [{position: state[i] for position, state in states.items()} for i in range(len(texts))]
+    with in_float32(backbone):
+        return _are_the_librarys(backbone, [*short, *long], ours, dtype=torch.float32)
+
+
+def _are_the_librarys(
+    backbone: nn.Module, texts: list[list[int]], ours: list[dict[int, Tensor]], *, dtype: torch.dtype
+) -> bool:
+    """Compare states by position with those of a pass over each text."""
+    device = next(backbone.parameters()).device
 
     def library() -> list[Tensor]:
-        every = [torch.tensor([text], device=device) for text in (*short, *long)]
-        return [backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -DECODED - 1 :] for ids in every]
+        every = [torch.tensor([text], device=device) for text in texts]
+        states = [backbone(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in every]
+        return [state[[*at]] for state, at in zip(states, ours, strict=True)]
 
-    with torch.autocast(device.type, dtype=decoder.dtype, enabled=half):
-        return _alike(ours, library, backbone)
+    with torch.autocast(device.type, dtype=dtype, enabled=dtype in HALVES):
+        return _alike([torch.stack([*at.values()]) for at in ours], library, backbone)
 
 
 # ---- policy and reference ----

@@ -25,6 +25,11 @@ from tinyrl.text import first_line
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 IN_A_MODEL = "base_model.model."  # PEFT's prefix of the names in an adapter's file
+ALL_LINEAR = "all-linear"
+# Linear layers that PEFT refuses to adapt, by model_type: Mamba's kernels read their weights past the branch.
+NOT_ADAPTABLE: dict[str, list[str]] = {
+    name: ["out_proj"] for name in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+}
 # Fields by which an adapter is more than LoRA matrices, and their harmless values.
 CHANGES_BASE = {
     "modules_to_save": None, "trainable_token_indices": None, "bias": "none", "layer_replication": None,
@@ -36,7 +41,9 @@ CHANGES_BASE = {
 
 
 def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | list[str]) -> LoraConfig:
-    """Configure LoRA (2106.09685): W + (alpha / r) B A on `target_modules`; `all-linear` leaves the head out."""
+    """Configure LoRA (2106.09685): W + (alpha / r) B A on `target_modules`; `all-linear` leaves the head out, and what
+    PEFT cannot adapt.
+    """
     return LoraConfig(
         r=r,
         lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  fractions, too
@@ -50,8 +57,10 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     """Add the policy's adapter; a classification model (a critic that starts from a reward model) keeps its head.
     Raises ValueError when target_modules match nothing.
     """
+    config = without_refused(config, model)
     if not hasattr(model, "prepare_inputs_for_generation"):
-        config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=["score"])
+        excluded = ["score", *(config.exclude_modules or ())]
+        config = replace(config, task_type="FEATURE_EXTRACTION", exclude_modules=excluded)
     if any(isinstance(module, Conv1D) for module in model.modules()):  # GPT-2's weights are transposed
         config = replace(config, fan_in_fan_out=True)
     check_rank(model, config, what="lora.r")
@@ -64,6 +73,14 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
         raise ValueError(f"lora.target_modules={wanted}: {first_line(error)}\nLinear layers: {there}") from error
     assert isinstance(adapted, PeftModel)
     return adapted
+
+
+def without_refused(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
+    """Leave out of `all-linear` what PEFT refuses to adapt in this model. (Layers that are named are refused by it.)"""
+    refused = NOT_ADAPTABLE.get(str(model.config.model_type), [])
+    if config.target_modules != ALL_LINEAR or not refused:
+        return config
+    return replace(config, exclude_modules=refused)
 
 
 def base_of(model: PreTrainedModel | PeftModel) -> PreTrainedModel:

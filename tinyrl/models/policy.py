@@ -51,6 +51,7 @@ from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
 from tinyrl.models.lora import (
     ADAPTER_FILE,
+    NOT_ADAPTABLE,
     POLICY_ADAPTER,
     base_of,
     config_of,
@@ -59,6 +60,7 @@ from tinyrl.models.lora import (
     read_tensors,
     save_adapter,
     save_adapter_config,
+    without_refused,
 )
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.packing import attending_as_now
@@ -146,7 +148,7 @@ class Policy:
     def add_adapter(self, name: str, *, config: LoraConfig) -> None:
         """Add an adapter to the same base; which roles train is decided by `self.parameters`."""
         assert self.peft is not None
-        fresh = copy.deepcopy(config)
+        fresh = copy.deepcopy(without_refused(config, self.causal))
         fresh.fan_in_fan_out = config_of(self.peft, POLICY_ADAPTER).fan_in_fan_out
         self.peft.add_adapter(name, fresh)
         self._collect_adapters()
@@ -421,7 +423,10 @@ class Policy:
             layers = "tinyrl's own layers" if ours else f"the library's {type(model).__name__}"
             parts.append(f"{role} by {layers}")
         rows = "packed" if self.packs else "padded"
-        return f"training: {', '.join(parts)}; rows are {rows}"
+        excluded = () if self.peft is None else config_of(self.peft, POLICY_ADAPTER).exclude_modules or ()
+        left_out = [name for name in NOT_ADAPTABLE.get(str(self.causal.config.model_type), []) if name in excluded]
+        note = f"; without LoRA: {', '.join(left_out)}, which PEFT cannot adapt here" if left_out else ""
+        return f"training: {', '.join(parts)}; rows are {rows}{note}"
 
     # ---- memory ----
 

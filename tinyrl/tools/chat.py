@@ -1,7 +1,7 @@
 """`tinyrl chat`: a conversation with a policy; its answers as they are written, with their reward.
 
-Answers are sampled by the plain `hf` engine, and played as episodes if the run had an environment, as in training. Text
-of a model or a tool is made safe to show, piece by piece.
+Answers are sampled by the library's modules (`hf`), and played as episodes if the run had an environment, as in
+training. Text of a model or a tool is made safe to show, piece by piece.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
-from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.messages import Message, Prompt, as_messages
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import Request, SampledRole, SampleOptions
-from tinyrl.generation.engines import HfEngine
+from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
@@ -87,7 +86,10 @@ class ChatSession:
             self.policy.load(target.checkpoint, only="policy")
             self.role = "policy"
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
-        self.engine = self._engine(generation.model_copy(update={"stop": stop, "max_rows": None}))
+        settings = generation.model_copy(update={"engine": "hf", "stop": stop, "max_rows": None})
+        positions = self.policy.positions
+        engine, _ = select_engine(settings, self.policy, self.policy.tokenizer, longest=positions)
+        self.engine: SamplingEngine = engine.with_settings(settings, look_every=1)  # tokens come one by one
         self.chats = in_chat(self.policy.tokenizer, config.task.chat)
         self.greedy = False
         self.turn = 0
@@ -103,10 +105,6 @@ class ChatSession:
 
     def close(self) -> None:
         self._closing.close()
-
-    def _engine(self, settings: GenerationConfig) -> HfEngine:
-        """Make an engine whose tokens come one by one."""
-        return HfEngine(self.policy, self.policy.tokenizer, settings, look_every=1)
 
     def __call__(self, prompt: Prompt | int, *, greedy: bool = False) -> str:
         """Answer one prompt (text, messages, or a held-out row's number) that is no part of the conversation."""
@@ -124,7 +122,7 @@ class ChatSession:
         self.greedy = temperature == 0
         if temperature > 0:
             changed = {"temperature": max(temperature, 0.01)}
-            self.engine = self._engine(self.engine.settings.model_copy(update=changed))
+            self.engine = self.engine.with_settings(self.engine.settings.model_copy(update=changed))
 
     def say(self, asked: str | int, on_text: OnText) -> ChatAnswer:
         """Answer a message of the conversation, or begin another with the prompt of a held-out row, by its number.

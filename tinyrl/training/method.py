@@ -39,6 +39,11 @@ class Method:
         self.config = config
         self.world = policy.world
 
+    @property
+    def engine_name(self) -> str | None:
+        """Return the name of the sampling engine, if the method samples."""
+        return None
+
     def train(self, run: Run) -> None:
         raise NotImplementedError
 

@@ -96,6 +96,10 @@ class OnPolicy(Method):
             self.teacher = kind(self.policy, collector, self.config)
 
     @property
+    def engine_name(self) -> str:
+        return self.collector.engine.name
+
+    @property
     def rows_of_epoch(self) -> tuple[int, int]:
         return len(self.collector.train_prompts), self.config.on_policy.num_prompts
 

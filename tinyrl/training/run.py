@@ -121,6 +121,7 @@ class CheckpointState(BaseModel):
     micro_batch_tokens: int
     micro_batch_device: str | None = None  # that the budget fits; None: not written by an earlier version
     max_rows: PositiveInt | None = None  # that are sampled at a time on that device
+    engine: str | None = None  # that sampled; None: the method does not sample, or not written by an earlier version
     kernels: Kernels | None = None  # None: not chosen yet, or not written by an earlier version
     kernels_place: str | None = None  # device and torch of that choice
     sources: InputHashes
@@ -514,6 +515,7 @@ class Run:
             micro_batch_tokens=self.policy.micro_batches.tokens,
             micro_batch_device=None if self.policy.micro_batches.unmeasured else device_name(self.policy.device),
             max_rows=self.method.max_rows,
+            engine=self.method.engine_name,
             kernels=self.kernel_trial.chosen,
             kernels_place=self.kernel_trial.place,
             sources=self._hashed_sources(),
@@ -554,8 +556,8 @@ class Run:
         return self.folder.cut(start.records)
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
-        """Go on from a verified checkpoint, whose state.json is `kept`; returns lines on damaged records and on
-        optimizer state that is dropped.
+        """Go on from a verified checkpoint, whose state.json is `kept`; returns lines on damaged records, on optimizer
+        state that is dropped, and where another engine sampled.
         """
         self.method.load(folder)
         before = kept.config
@@ -570,6 +572,9 @@ class Run:
         self._restore_max_rows(kept)
         notes += self.kernel_trial.restore(kept.kernels, place=kept.kernels_place)
         notes += self._put_back(StepStart(kept.run, (load_file(folder / RANDOM), kept.python_random), kept.records))
+        engine = self.method.engine_name
+        if kept.engine not in (None, engine):
+            notes.append(f"warning: sampled by engine {kept.engine} before, by {engine} now: numbers round differently")
         self.watch.look(kept.run.step)  # these have been reported
         self._saved_step = self._resumed_step = self.state.step
         return notes
