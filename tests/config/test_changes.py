@@ -11,7 +11,7 @@ from tinyrl.config.changes import Change, changed_settings
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.resolve import changed_config, config_of
-from tinyrl.training.launch import ChangedInput, change_invalidates, check_changes, check_schedule
+from tinyrl.training.changes import ChangedInput, change_invalidates, check_changes, check_schedule
 
 
 def test_changed_settings_have_both_values() -> None:

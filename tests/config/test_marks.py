@@ -12,7 +12,8 @@ from tinyrl.config.sections import Section
 from tinyrl.rollout.preflight import check_named
 from tinyrl.runs.resolve import absolute_paths, config_of, resolve
 from tinyrl.tasks import task_of
-from tinyrl.training.launch import ChangedInput, changed_sources, named_inputs, read_sources
+from tinyrl.training.changes import ChangedInput, changed_sources
+from tinyrl.training.inputs import named_inputs, read_sources
 
 SECRET = "http://me:pw@127.0.0.1:1/?key=abc"
 TASK = "from tinyrl.tasks import Task\nTASK = Task('mine', rows=lambda split: [{'prompt': 'a'}])\n"

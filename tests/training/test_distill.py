@@ -26,7 +26,7 @@ from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.logprobs import TeacherStates, TeacherTopK
 from tinyrl.training.distill import without_untaught
 from tinyrl.training.grpo import loss_options
-from tinyrl.training.launch import named_inputs, read_sources
+from tinyrl.training.inputs import named_inputs, read_sources
 from tinyrl.training.policy_loss import Counts, Experience, TeacherOutputs
 
 SMALL = {"distill": {"num_prompts": 4, "group_size": 2}}

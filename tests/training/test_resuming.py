@@ -37,9 +37,12 @@ from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.resolve import changed_config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers
+from tinyrl.training import changes as changing
+from tinyrl.training import inputs as hashing
 from tinyrl.training import launch as launching
 from tinyrl.training import run as training_run
-from tinyrl.training.launch import ChangedInput, fork, started_with
+from tinyrl.training.changes import ChangedInput
+from tinyrl.training.launch import fork, started_with
 from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, Run, RunState
 from tinyrl.training.step import Updater
 
@@ -201,14 +204,14 @@ def test_a_run_whose_code_was_edited_stops_where_it_would_load_it_again(
     ],
 )
 def test_a_change_of_what_gives_rewards_is_one_of_the_reward(setting: str, of_reward: bool) -> None:
-    assert launching.change_is_of_reward(Change(setting=setting, before="a", now="b")) is of_reward
+    assert changing.change_is_of_reward(Change(setting=setting, before="a", now="b")) is of_reward
 
 
 @pytest.mark.parametrize(
     ("setting", "of_reward"), [("environment.name", True), ("environment.tools", True), ("environment.agent", False)]
 )
 def test_an_edited_file_of_an_environment_is_a_change_of_the_reward(setting: str, of_reward: bool) -> None:
-    assert launching.change_is_of_reward(ChangedInput(f"{setting}: rules.py", "has changed")) is of_reward
+    assert changing.change_is_of_reward(ChangedInput(f"{setting}: rules.py", "has changed")) is of_reward
 
 
 def append_row(folder: Path) -> None:
@@ -239,33 +242,31 @@ def test_files_are_hashed_again_only_when_they_were_touched(
         hashlib, "file_digest", lambda file, kind: hashed.append(Path(file.name).name) or digest(file, kind)
     )
     settings = reads_files(model, tmp_path)
-    first = launching.read_sources(launching.named_inputs(settings), rows={}, known={})
+    first = hashing.read_sources(hashing.named_inputs(settings), rows={}, known={})
     assert {"model.safetensors", "config.json", "tokenizer.json", "rewards.py"} <= set(hashed)
     hashed.clear()
-    assert launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files) == first
+    assert hashing.read_sources(hashing.named_inputs(settings), rows={}, known=first.files) == first
     assert hashed == []
     os.utime(tmp_path / "rewards.py", (1, 1))
     assert (
-        launching.changed_sources(
-            first, launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files)
+        changing.changed_sources(
+            first, hashing.read_sources(hashing.named_inputs(settings), rows={}, known=first.files)
         )
         == []
     )
     assert hashed == ["rewards.py"]
     weights = tmp_path / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    now = launching.read_sources(launching.named_inputs(settings), rows={}, known=first.files)
-    assert launching.changed_sources(first, now) == [
-        launching.ChangedInput("model.path: model.safetensors", "has changed")
-    ]
+    now = hashing.read_sources(hashing.named_inputs(settings), rows={}, known=first.files)
+    assert changing.changed_sources(first, now) == [ChangedInput("model.path: model.safetensors", "has changed")]
 
 
 @pytest.mark.slow
 def test_a_file_that_goes_before_it_is_hashed_has_no_hash(model: Path, tmp_path: Path) -> None:
     settings = reads_files(model, tmp_path)
-    inputs = launching.named_inputs(settings)
+    inputs = hashing.named_inputs(settings)
     (tmp_path / "model" / "tokenizer.json").unlink()
-    read = launching.read_sources(inputs, rows={}, known={})
+    read = hashing.read_sources(inputs, rows={}, known={})
     assert list(read.unread) == ["model.path: tokenizer.json"]
     assert "model.path: model.safetensors" in read.files
 
@@ -276,7 +277,7 @@ def test_a_run_whose_file_goes_after_loading_is_saved_and_a_resume_asks(
     settings = reads_files(model, tmp_path)
     weights = tmp_path / "model" / "model.safetensors"
     content = weights.read_bytes()
-    read_sources = launching.read_sources
+    read_sources = hashing.read_sources
 
     def gone(*given: Any, **named: Any) -> InputHashes:
         weights.unlink()

@@ -10,11 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
-import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -22,42 +20,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 
-from tinyrl.config.changes import Change, by_setting, changed_settings
-from tinyrl.config.derive import READS, derive_over, read_written
-from tinyrl.config.marks import Named
-from tinyrl.config.methods import and_list
+from tinyrl.config.changes import Change, by_setting
+from tinyrl.config.derive import derive_over, read_written
 from tinyrl.config.refusal import Source, refusals_at
-from tinyrl.config.removed import given_removed, ignore_neutral
-from tinyrl.config.schema import Config, without_secrets
-from tinyrl.config.sections import starter_path
+from tinyrl.config.removed import ignore_neutral
+from tinyrl.config.schema import Config
 from tinyrl.models.parallel import check_alike
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import resolve_threads
 from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
-from tinyrl.runs.provenance import provenance, versions
+from tinyrl.runs.provenance import provenance
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
 from tinyrl.runs.resolve import absolute_paths, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
-from tinyrl.training.code_inputs import carried_files, code_of, same_module, with_imports
+from tinyrl.training.changes import (
+    MOST_SHOWN,
+    ChangedInput,
+    change_invalidates,
+    change_is_of_reward,
+    changed_inputs,
+    check_changes,
+    check_schedule,
+    notes_of,
+    other_versions,
+    refuse,
+)
+from tinyrl.training.code_inputs import carried_files, code_of, with_imports
+from tinyrl.training.inputs import named_inputs, read_sources
 from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
 from tinyrl.training.run import (
-    OF_A_RUN,
     CheckpointState,
     InputHashes,
     OnStep,
     Run,
-    SourceFile,
     out_of_memory_stops,
 )
 from tinyrl.training.saves import check_saves
-from tinyrl.training.step import rate_factor, schedule_notes
-from tinyrl.workers.fingerprint import fingerprint
+from tinyrl.training.step import schedule_notes
 from tinyrl.workers.foreign_code import tell_code
-from tinyrl.workers.loading import parse_use
 
 
 @out_of_memory_stops("before the first step")
@@ -80,8 +83,7 @@ def start(
         policy = method.policy
         world = method.world
         config = method.config  # with the date of the run
-        notes = [resolve_threads(policy), method.epoch_note(), *schedule_notes(config), *method.check()]
-        notes.append(policy.describe_passes())
+        notes = _notes_of_start(method)
         if policy.device.type == "cpu":  # numbers depend on what run.threads=auto came to
             run_section = config.run.model_copy(update={"threads": torch.get_num_threads()})
             config = config.model_copy(update={"run": run_section})
@@ -158,6 +160,37 @@ def write_environment(
 # ---- resuming and forking ----
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Where a run goes on: its newest sound checkpoint, or its beginning. since: how messages call that; config: the
+    settings there, with absolute paths; options: those of the start, where the command line leaves them open; notes: on
+    checkpoints and records that are damaged.
+    """
+
+    checkpoint: Path | None
+    state: CheckpointState | None
+    since: str
+    config: dict[str, Any]
+    options: Options
+    notes: list[str]
+
+    @property
+    def inputs(self) -> InputHashes:
+        return self.state.sources if self.state is not None else InputHashes()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is another than at the checkpoint, and allowed. read: the hashes of files that settings name; sources: those
+    with what workers have imported; notes: on versions, and a schedule that is stretched.
+    """
+
+    changes: Sequence[Change | ChangedInput]
+    read: InputHashes
+    sources: Callable[[], InputHashes]
+    notes: list[str]
+
+
 @out_of_memory_stops("before the first step")
 def resume(
     folder: RunDir,
@@ -171,99 +204,111 @@ def resume(
     """Go on from the newest checkpoint that verifies, or from the beginning. None: the run is finished.
 
     Its configuration and the files it names may differ from the checkpoint's only with `allow_config_change`, else
-    ValueError. Nothing of the run is changed before all of it is loaded; then the
-    checkpoint and config.yaml are written anew under another configuration.
+    ValueError. Nothing of the run is changed before all of it is loaded; then the checkpoint, config.yaml and
+    given.yaml are written anew under another configuration.
     """
     with contextlib.ExitStack() as undo:
         undo.enter_context(folder.lock)
-        folder.check_files()
-        if folder.writes:
-            checkpoints.sweep(folder.checkpoints)
-        checkpoint, warnings = checkpoints.newest_sound(folder.checkpoints)
-        if checkpoint is None:
-            refuse_to_begin_again(folder, warnings)
-        kept = CheckpointState.read(checkpoint) if checkpoint else None
-        since = checkpoint.name if checkpoint else "it was made"
-        config = prepared.config
-        before = absolute_paths(kept.config if kept else folder.read_config().written())
-        settings = check_changes(before, config, since=since, allowed=allow_config_change)
-        options, lost = started_with(folder, options)
-        notes = [f"warning: {problem}; using {since} instead" for problem in warnings[:1]] + lost
-        method = _load(prepared, options=options, undo=undo, also=since)
-        if kept is not None:
-            method.add_judge_requests(kept.judge_requests)
-        if config.run.epochs is not None:  # which gives the number of steps now
-            config = config.model_copy(update={"run": method.config.run})
-            settings = check_changes(before, config, since=since, allowed=allow_config_change)
-        stretched = check_schedule(before, config, step=kept.run.step, allowed=allow_config_change) if kept else []
-        known = kept.sources if kept else InputHashes()
-        method.start_code()  # which says what it imports
-        code = code_of(config)
-        carried = carried_files(known.files, code, changed={change.setting for change in settings})
-        read = read_sources(named_inputs(config), rows=method.row_fingerprints, known=known.files)
-        sources = partial(with_imports, read, code, method.workers, carried=carried)
-        inputs = _changed_inputs(method, known, sources)
-        refuse("what the run reads has changed", inputs, since=since, allowed=allow_config_change)
-        changes = [*settings, *inputs]
-        notes += [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
-        notes.append(method.policy.describe_passes())
-        run = Run(method, folder, config=method.config, sources=sources, until=until, on_step=on_step)
-        if checkpoint is None or kept is None:
-            folder.cut({})
-        else:
-            notes += _restored(run, checkpoint, kept, changes=changes)
-            notes += other_versions(known, read, since=since)
-            if any(change_invalidates(change) for change in changes):
-                method.forget()
-            notes += _notes_of(changes, since=since) + stretched
-            notes.append(f"resuming {folder.path} at step {run.state.step} of {config.run.num_steps} from {since}")
+        kept = _read(folder, options)
+        check_changes(kept.config, prepared.config, since=kept.since, allowed=allow_config_change)
+        method = _load(prepared, options=kept.options, undo=undo, also=kept.since)
+        config = _with_steps(prepared.config, method)
+        compared = _compare(method, config, kept, allowed=allow_config_change)
+        notes = _notes_of_start(method)
+        run = Run(method, folder, config=method.config, sources=compared.sources, until=until, on_step=on_step)
+        notes = [*kept.notes, *notes, *_restore(run, kept, compared)]
         if run.finished:
             return None
-        if changes:
-            if checkpoint is not None:
-                run.save()
-            folder.write_config(config)
-            if kept is not None and any(map(change_is_of_reward, changes)):
-                note_reward_change(folder, step=kept.run.step)
+        if compared.changes:
+            _write_changes(run, config, kept, compared)
         for note in notes:
             run.display.note(note)
         undo.pop_all()
         return run
 
 
-def _restored(
-    run: Run, checkpoint: Path, kept: CheckpointState, *, changes: Sequence[Change | ChangedInput]
-) -> list[str]:
-    """Restore a run; return notes on damaged records. Raises ValueError, which names the changes, where the checkpoint
-    does not fit, as where lora.r is another.
+def _read(folder: RunDir, given: Options) -> Kept:
+    """Read where a run goes on; leftovers of a killed save are deleted. Raises ValueError where there is nothing to go
+    on from, and something to lose.
     """
-    try:
-        return run.restore(checkpoint, kept)
-    except ValueError as error:
-        raise ValueError("\n".join([str(error), *_notes_of(changes, since=checkpoint.name)])) from error
+    folder.check_files()
+    if folder.writes:
+        checkpoints.sweep(folder.checkpoints)
+    checkpoint, problems = checkpoints.newest_sound(folder.checkpoints)
+    if checkpoint is None:
+        refuse_to_begin_again(folder, problems)
+    state = CheckpointState.read(checkpoint) if checkpoint else None
+    since = checkpoint.name if checkpoint else "it was made"
+    options, lost = started_with(folder, given)
+    return Kept(
+        checkpoint=checkpoint,
+        state=state,
+        since=since,
+        config=absolute_paths(state.config if state else folder.read_config().written()),
+        options=options,
+        notes=[f"warning: {problem}; using {since} instead" for problem in problems[:1]] + lost,
+    )
 
 
-def _notes_of(changes: Sequence[Change | ChangedInput], *, since: str) -> list[str]:
-    """Name the changes, and which setting a value follows from that nobody gave."""
-    changed = {change.setting for change in changes if isinstance(change, Change)}
-    notes = list[str]()
-    for change in changes:
-        reads = READS.get(change.setting, ()) if isinstance(change, Change) else ()
-        follows = [setting for setting in reads if setting in changed]
-        because = f" (follows from {and_list(follows)})" if follows else ""
-        notes.append(f"changed since {since}: {change}{because}")
-    return notes
+def _with_steps(config: Config, method: Method) -> Config:
+    """Return the configuration with the number of steps that run.epochs gives, now that rows are prepared."""
+    return config if config.run.epochs is None else config.model_copy(update={"run": method.config.run})
 
 
-def other_versions(known: InputHashes, sources: InputHashes, *, since: str) -> list[str]:
-    """Warn of libraries whose versions are other ones than at a checkpoint."""
-    now = sources.versions
-    others = [
-        f"{name} {old}, now {now[name]}" for name, old in sorted(known.versions.items()) if now.get(name, old) != old
-    ]
-    if not others:
+def _compare(method: Method, config: Config, kept: Kept, *, allowed: bool) -> Compared:
+    """Compare settings, files and rows with those of the checkpoint. Raises ValueError for a change that is not
+    `allowed`.
+    """
+    since = kept.since
+    settings = check_changes(kept.config, config, since=since, allowed=allowed)
+    stretched = list[str]()
+    if kept.state is not None:
+        method.add_judge_requests(kept.state.judge_requests)
+        stretched = check_schedule(kept.config, config, step=kept.state.run.step, allowed=allowed)
+    known = kept.inputs
+    method.start_code()  # which says what it imports
+    code = code_of(config)
+    carried = carried_files(known.files, code, changed={change.setting for change in settings})
+    read = read_sources(named_inputs(config), rows=method.row_fingerprints, known=known.files)
+    sources = partial(with_imports, read, code, method.workers, carried=carried)
+    inputs = changed_inputs(method, known, sources)
+    refuse("what the run reads has changed", inputs, since=since, allowed=allowed)
+    return Compared(changes=[*settings, *inputs], read=read, sources=sources, notes=stretched)
+
+
+def _notes_of_start(method: Method) -> list[str]:
+    """Set the threads and check what can only be checked now; return the lines that a start shows."""
+    notes = [resolve_threads(method.policy), method.epoch_note(), *schedule_notes(method.config), *method.check()]
+    return [*notes, method.policy.describe_passes()]
+
+
+def _restore(run: Run, kept: Kept, compared: Compared) -> list[str]:
+    """Put a run where the checkpoint was; return notes. Raises ValueError, which names the changes, where the
+    checkpoint does not fit, as where lora.r is another.
+    """
+    if kept.checkpoint is None or kept.state is None:
+        run.folder.cut({})
         return []
-    return [f"warning: numbers may differ in their last digits, other versions than at {since}: {', '.join(others)}"]
+    changed = notes_of(compared.changes, since=kept.since)
+    try:
+        notes = run.restore(kept.checkpoint, kept.state)
+    except ValueError as error:
+        raise ValueError("\n".join([str(error), *changed])) from error
+    if any(change_invalidates(change) for change in compared.changes):
+        run.method.forget()
+    notes += other_versions(kept.inputs, compared.read, since=kept.since)
+    notes += [*changed, *compared.notes]
+    where = f"at step {run.state.step} of {run.config.run.num_steps} from {kept.since}"
+    return [*notes, f"resuming {run.folder.path} {where}"]
+
+
+def _write_changes(run: Run, config: Config, kept: Kept, compared: Compared) -> None:
+    """Write the checkpoint and the configuration anew; of a changed reward also which steps were under the former."""
+    if kept.checkpoint is not None:
+        run.save()
+    run.folder.write_config(config)
+    if kept.state is not None and any(map(change_is_of_reward, compared.changes)):
+        note_reward_change(run.folder, step=kept.state.run.step)
 
 
 def note_reward_change(folder: RunDir, *, step: int) -> None:
@@ -396,206 +441,3 @@ def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> No
         kept.run.best = None
         kept.write(copy)
         checkpoints.seal(copy, kept.run.step)
-
-
-# ---- settings that have changed ----
-
-
-def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed: bool) -> list[Change]:
-    """Compare a checkpoint's configuration with the one it is resumed under; return the differences.
-
-    Raises ValueError for another method, and for differences that are not `allowed`, other than more steps and what a
-    run keeps.
-    """
-    method = before.get("method")
-    if method != config.method:
-        raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
-    changes = changed_settings(without_secrets(before), config.written())
-    for name, value in given_removed(before).items():
-        changes.append(Change(setting=name, before=value, now=None, removed=True))
-    refused = [change for change in changes if not (_is_longer(change) or config.only_keeps(change.setting))]
-    refuse("settings have changed", refused, since=since, allowed=allowed)
-    return changes
-
-
-def _is_longer(change: Change) -> bool:
-    """Return whether a change gives a run more steps."""
-    if change.setting not in ("run.num_steps", "run.epochs"):
-        return False
-    known = isinstance(change.before, int | float) and isinstance(change.now, int | float)
-    return known and change.before < change.now
-
-
-def check_schedule(before: dict[str, Any], config: Config, *, step: int, allowed: bool) -> list[str]:
-    """Return a note where a schedule is stretched, so that the learning rate jumps behind `step` finished steps. Raises
-    ValueError, with the rate before and after, where that is not `allowed`.
-    """
-    then = before["optim"]
-    now = config.optim
-    schedule_then = {"num_steps": before["run"]["num_steps"], "warmup_steps": then["warmup_steps"]}
-    schedule_now = {"num_steps": config.run.num_steps, "warmup_steps": now.warmup_steps}
-    planned = rate_factor(then["schedule"], step, **schedule_then)
-    factor = rate_factor(now.schedule, step, **schedule_now)
-    if math.isclose(planned, factor):
-        return []
-    rate_before = then["learning_rate"] * rate_factor(then["schedule"], max(0, step - 1), **schedule_then)
-    rate_after = (now.learning_rate or 0.0) * factor
-    steps = f"{config.run.num_steps} steps"
-    what = f"optim.schedule={now.schedule} over {steps}, {then['schedule']} over {schedule_then['num_steps']} before"
-    rates = f"the learning rate of step {step} was {rate_before:.3g}, that of step {step + 1} is {rate_after:.3g}"
-    if not allowed:
-        raise ValueError(f"{what}: {rates}. Put run.num_steps back, or go on like that: --allow-config-change")
-    return [f"{what}: {rates}"]
-
-
-def change_invalidates(change: Change | ChangedInput) -> bool:
-    """Return whether a change makes wrong what a method keeps of its rows and frozen models."""
-    if isinstance(change, ChangedInput) or change.setting == "run.seed":
-        return True
-    return not change.setting.startswith(("optim.", "run."))
-
-
-def change_is_of_reward(change: Change | ChangedInput) -> bool:
-    """Return whether rewards may be others after a change: of a reward's settings or files, of the task's rule, or of
-    an environment's functions, which may give rewards.
-    """
-    name = change.name if isinstance(change, ChangedInput) else change.setting
-    of_reward = name.startswith(("reward.", "task.name", "task.grading", "environment.name", "environment.tools"))
-    return of_reward and name != "reward.timeout_s"
-
-
-MOST_SHOWN = 3  # changes in an error
-
-
-def refuse(what: str, changes: Sequence[Change | ChangedInput], *, since: str, allowed: bool) -> None:
-    """Raise ValueError, with the first of the changes, when there are some and they are not allowed."""
-    if not changes or allowed:
-        return
-    more = [f"  and {len(changes) - MOST_SHOWN} more"] if len(changes) > MOST_SHOWN else []
-    lines = [f"{what} since {since}, so the run would not go on as it began:"]
-    lines += [f"  {change}" for change in changes[:MOST_SHOWN]] + more
-    raise ValueError("\n".join([*lines, "Put them back, or go on with the new values: --allow-config-change"]))
-
-
-# ---- what a run reads ----
-
-
-@dataclass(frozen=True)
-class ChangedInput:
-    """A file, or rows, that are not what they were."""
-
-    name: str
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.what}"
-
-
-OF_A_MODEL = (".safetensors", ".json", ".jinja", ".model", ".txt")  # files of a folder that numbers depend on
-
-
-@dataclass(frozen=True)
-class NamedInputs:
-    """What the settings name, as it was found when the run was loaded. files: by "setting: file"; functions:
-    fingerprints of those that this process defined, by "setting: use".
-    """
-
-    files: dict[str, Path]
-    functions: dict[str, str]
-
-
-def named_inputs(config: Config) -> NamedInputs:
-    """List the inputs that a run's settings name."""
-    return NamedInputs(files=dict(_files(config)), functions=_fingerprints(config))
-
-
-def read_sources(inputs: NamedInputs, *, rows: dict[str, str], known: Mapping[str, SourceFile]) -> InputHashes:
-    """Hash a run's inputs; `known` files again only where size or time of change differ. A file that cannot be read any
-    more is among the `unread`.
-    """
-    files: dict[str, SourceFile] = {}
-    unread: dict[str, str] = {}
-    for name, path in inputs.files.items():
-        try:
-            files[name] = _hashed(path, known=known.get(name))
-        except OSError as error:
-            unread[name] = f"it cannot be read any more ({error.strerror})"
-    return InputHashes(rows=rows, files=files, unread=unread, functions=inputs.functions, versions=versions())
-
-
-def _hashed(path: Path, *, known: SourceFile | None) -> SourceFile:
-    """Hash a file, or return what is `known` of it where size and time of change are the same. Raises OSError."""
-    stat = path.stat()
-    if known is not None and (known.bytes, known.modified) == (stat.st_size, stat.st_mtime_ns):
-        return known
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return SourceFile(bytes=stat.st_size, modified=stat.st_mtime_ns, sha256=digest)
-
-
-def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]:
-    """List the inputs that have changed. One that only `now` has came with a setting, whose change is noted."""
-    changes: list[ChangedInput] = []
-    for name, rows in before.rows.items():
-        if now.rows.get(name) != rows:
-            changes.append(ChangedInput(f"{name} rows", "have changed"))
-    for name, function in before.functions.items():
-        if now.functions.get(name) != function:
-            changes.append(ChangedInput(name, "is another function"))
-    for name, file in before.files.items():
-        there = now.files.get(name) or same_module(name, file, now.files)
-        if there is None:
-            changes.append(ChangedInput(name, "is not there any more"))
-        elif there.sha256 != file.sha256:
-            changes.append(ChangedInput(name, "has changed"))
-    for name in before.unread:
-        changes.append(ChangedInput(name, "has no hash, as it was gone when it was to be read: it may be another one"))
-    return changes
-
-
-def _changed_inputs(method: Method, before: InputHashes, now: Callable[[], InputHashes]) -> list[ChangedInput]:
-    """List the inputs that have changed by rank 0, whose workers have loaded all code."""
-    changed = method.world.on_main(lambda: [asdict(one) for one in changed_sources(before, now())])
-    return [ChangedInput(**one) for one in changed]
-
-
-def _files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield (label, file) for every file that the settings name, but those of rows: the rows that are read have
-    fingerprints, and a file may have rows that task.max_samples leaves out.
-    """
-    for named in config.named():
-        match named.kind:
-            case "model":
-                revision = config.model.revision if named.setting == "model.path" else None
-                yield from _files_of_model(named, revision=revision)
-            case "code":
-                source = parse_use(named.value, setting=named.label)
-                if source.file is not None:  # what it imports is known to the worker that loads it
-                    yield f"{named.setting}: {named.value.rpartition(':')[0]}", source.file
-            case "file" if not named.names.made and os.path.isfile(named.value):
-                yield f"{named.setting}: {os.path.basename(named.value)}", Path(named.value)
-            case _:  # rows, the hub, a server, a word
-                pass
-
-
-def _fingerprints(config: Config) -> dict[str, str]:
-    """Return fingerprints of the functions that this process defined, by "setting: use"."""
-    found: dict[str, str] = {}
-    for named in config.named():
-        if named.kind == "code":
-            function = parse_use(named.value, setting=named.label).here
-            if function is not None:
-                found[f"{named.setting}: {named.value}"] = fingerprint(function)
-    return found
-
-
-def _files_of_model(named: Named, *, revision: str | None) -> Iterator[tuple[str, Path]]:
-    folder = starter_path(named.value) or Path(named.value).expanduser()
-    if not folder.is_dir():  # a hub name
-        cached = try_to_load_from_cache(named.value, "config.json", revision=revision)
-        if not isinstance(cached, str):
-            return
-        folder = Path(cached).parent
-    for file in sorted([*folder.iterdir(), *folder.glob("critic/*")]):
-        if file.suffix in OF_A_MODEL and file.name not in OF_A_RUN and file.is_file():
-            yield f"{named.setting}: {file.relative_to(folder)}", file
