@@ -169,7 +169,7 @@ def modules_with(name: str) -> set[str]:
     return found
 
 
-METHODS = pytest.mark.parametrize(("module", "most"), [("policy_loss", 12), ("grpo", 45)])
+METHODS = pytest.mark.parametrize(("module", "most"), [("policy_loss", 12), ("grpo", 46)])
 
 
 @METHODS

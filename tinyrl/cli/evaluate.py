@@ -12,7 +12,6 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
-from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import OwnSide
@@ -105,6 +104,8 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
         notes.append(f"(rows, reward and generation.max_new_tokens of {first['target']}, where none are given here)")
     if any(side.get("held_out", {}).get("reference") == "own" for side in sides):
         notes.append("(rewards, margin, loss and accuracy are against each one's own reference)")
+    from tinyrl.evaluation.evaluate import dropped_warning  # with torch, which has run by now
+
     for side in sides:
         if dropped := dropped_warning(side, side.get("why_dropped", "")):
             notes.append(f"warning: {side['target']}: {dropped}")

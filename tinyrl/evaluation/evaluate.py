@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tinyrl.evaluation.dropped import dropped_warning
 from tinyrl.evaluation.statistics import grouped, interval, share_interval, verdict_metrics
 from tinyrl.generation.sample import (
     STOPPED_IN_THOUGHT,
@@ -135,3 +134,14 @@ def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) 
         return mean_entropy
     ref_logprobs, _ = run("reference")
     return {"kl": float(by_episode(samples, (logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}
+
+
+def dropped_warning(metrics: dict[str, Any], why: str) -> str:
+    """Return a sentence about the samples of an evaluation without a reward, sampled and greedy; "" for none."""
+    greedy = metrics.get("greedy", {}).get("dropped", 0)
+    sampled = metrics.get("dropped", 0)
+    if not sampled + greedy:
+        return ""
+    prompts = metrics["num_prompts"]
+    counts = f"{sampled} of {prompts * metrics['num_samples']} samples and {greedy} of {prompts} greedy ones"
+    return f"{counts} have no reward: {why or 'every score was None, so no reward applies'}"

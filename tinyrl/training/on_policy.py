@@ -378,7 +378,7 @@ class OnPolicy(Method):
             metrics = of_distance | metrics
         if measure_gap:
             metrics |= sampling_gap(logprobs, inputs, counts)
-        has_advantage = bool(minibatch.inputs.advantage[[*batch.rows]].any())  # on the CPU: a GPU would wait for it
+        has_advantage = any(minibatch.has_advantage[row] for row in batch.rows)
         learns = has_advantage or has_teacher or options.entropy_coef > 0
         if not learns and only_rounding(logprobs, inputs, kl_coef=options.kl_coef):
             loss = loss.detach()
@@ -450,7 +450,8 @@ class OnPolicy(Method):
         """Collect the numbers of each token that the update has seen, and its log-probability after that."""
         inputs = shown.inputs
         if rewards is None:
-            rewards = token_rewards_of(shown.samples, torch.zeros(inputs.mask.shape), kl_coef=0.0)
+            no_kl = torch.zeros(loss_mask(shown.samples).shape)  # of the rows shown, which may be shorter
+            rewards = token_rewards_of(shown.samples, no_kl, kl_coef=0.0)
         return TokenColumns(
             advantage=inputs.advantage,
             old=inputs.sampled if inputs.old is None else inputs.old,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,7 +69,7 @@ class LossInputs:
 
     def of(self, batch: Batch) -> LossInputs:
         """Return those of a micro-batch of these samples (b, T), T being its longest response, on its device."""
-        rows = [*batch.rows]
+        rows = torch.tensor([*batch.rows])  # these are on the CPU, so no GPU waits for them
         return self._each(lambda x: batch.on_device(x[rows, : batch.num_columns]))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
@@ -112,6 +113,11 @@ class Experience:
     samples: list[Sample]
     inputs: LossInputs
     teacher: TeacherOutputs | None = None
+
+    @cached_property
+    def has_advantage(self) -> list[bool]:
+        """Return which samples have an advantage on some token, found once for all micro-batches."""
+        return self.inputs.advantage.any(dim=1).tolist()
 
     def rows(self, rows: Sequence[int]) -> Experience:
         """Return some of the samples: a minibatch."""
