@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -40,9 +43,7 @@ def right(said: str, reference: str | None) -> float | None:
 
 
 @needs_math_verify
-def test_equal_answers_are_right_however_they_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is: a comparison that takes longer than PATIENCE_S is a wrong answer."""
-    monkeypatch.setattr("tinyrl.tasks.math_grading.PATIENCE_S", 60)
+def test_equal_answers_are_right_however_they_are_marked() -> None:
     for said, reference in EQUAL:
         assert right(f"So it is <answer>{said}</answer>", reference) == 1.0
         assert right(f"therefore \\boxed{{{said}}}.", reference) == 1.0
@@ -54,6 +55,26 @@ def test_equal_answers_are_right_however_they_are_marked(monkeypatch: pytest.Mon
 def test_other_answers_are_wrong_and_unreadable_ones_have_no_score() -> None:
     for text, reference, score in OTHER:
         assert right(text, reference) == score, text
+
+
+@needs_math_verify
+@pytest.mark.slow
+def test_a_process_that_does_not_get_to_compute_scores_no_right_answer_zero() -> None:
+    """Another process stops this one again and again, as a busy machine does, for longer than PATIENCE_S in all."""
+    stops = f"import os, signal, time\nfor _ in range(24):\n    os.kill({os.getpid()}, signal.SIGSTOP)\n"
+    stops += f"    time.sleep(0.5)\n    os.kill({os.getpid()}, signal.SIGCONT)\n    time.sleep(0.004)\n"
+    right("<answer>0</answer>", "x-x")  # which imports
+    other = subprocess.Popen([sys.executable, "-c", stops])
+    try:
+        scores = []
+        while other.poll() is None:
+            scores.append(
+                right(f"<answer>(x+{len(scores) + 1})^2</answer>", f"(x+{len(scores) + 1})*(x+{len(scores) + 1})")
+            )
+    finally:
+        other.wait()
+    assert len(scores) > 3
+    assert set(scores) == {1.0}
 
 
 def test_a_task_with_a_rule_of_its_own_is_refused() -> None:

@@ -8,22 +8,28 @@ the same text or number, or when math-verify says so: (1,2) and (1, 2), \\frac12
 An `answer` that cannot be read (\\text{}, $$, broken LaTeX) has no score: every completion would be wrong. Words are
 compared as text only: to math-verify they are products of letters, and "listen" is "silent". The package
 simplifies what a model wrote, which can take any time and memory, so this runs as a reward function does: in a process
-of its own, within reward.timeout_s. A comparison that takes longer than `PATIENCE_S` is a wrong answer.
+of its own, within reward.timeout_s. A comparison that takes more than `PATIENCE_S` of processor time is a wrong
+answer: by the clock, as math-verify measures it, a busy machine would score right ones 0.
 """
 
 from __future__ import annotations
 
 import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 from math_verify import parse, verify  # pyright: ignore[reportMissingImports]  an extra
+from math_verify.errors import TimeoutException  # pyright: ignore[reportMissingImports]
 
 from tinyrl.data.readers import Row
 from tinyrl.tasks.grading import by_row, folded, normalised_text, parse_number, without_latex_text
 from tinyrl.tasks.stated import number_with_unit, stated_answer
 
-PATIENCE_S = 2  # whole seconds, for each parse and each comparison
+PATIENCE_S = 2.0  # of processor time, for each parse and each comparison
+CLOCK_S = 60  # whole seconds on the clock, after which math-verify gives up
 MAX_ANSWER_CHARS = 300  # of a formula
 SEARCHED_CHARS = 2000  # the end of a completion, where its answer is
 
@@ -48,8 +54,8 @@ def score(text: str, row: Row) -> float | None:
         return 0.0
     answers = _formula(given) if len(given) <= MAX_ANSWER_CHARS else []
     if not stated.is_marked:
-        answers = [*answers, *parse(folded(text[-SEARCHED_CHARS:]), parsing_timeout=PATIENCE_S)]  # found in prose
-    return float(bool(answers) and verify(_formula(wanted), answers, timeout_seconds=PATIENCE_S))
+        answers = [*answers, *_parsed(folded(text[-SEARCHED_CHARS:]))]  # found in prose
+    return float(bool(answers) and _are_equal(_formula(wanted), answers))
 
 
 equal_answers = by_row(score)
@@ -71,7 +77,39 @@ def _plain(text: str) -> str:
 
 @lru_cache(maxsize=4096)  # the samples of a group have one reference
 def _formula(answer: str) -> list[Any]:
-    return parse(f"${answer}$" if "$" not in answer else answer, parsing_timeout=PATIENCE_S)
+    return _parsed(f"${answer}$" if "$" not in answer else answer)
+
+
+def _parsed(text: str) -> list[Any]:
+    with _impatient():
+        return parse(text, parsing_timeout=CLOCK_S)
+    return []
+
+
+def _are_equal(wanted: list[Any], answers: list[Any]) -> bool:
+    with _impatient():
+        return verify(wanted, answers, timeout_seconds=CLOCK_S)
+    return False
+
+
+@contextmanager
+def _impatient() -> Iterator[None]:
+    """End what is inside, after each PATIENCE_S of this process's time, as math-verify's own alarm does. It takes the
+    exception for the end of one parse or comparison; outside of those it ends here.
+    """
+
+    def late(*_: Any) -> None:
+        raise TimeoutException("more than PATIENCE_S of processor time")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, PATIENCE_S, PATIENCE_S)
+    try:
+        yield
+    except TimeoutException:
+        pass
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 _formula("1")  # the first takes a second, which is not a row's
