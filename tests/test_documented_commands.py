@@ -28,7 +28,7 @@ LEFT_OUT = {  # a part of a command, and why it is not run here
     "search-r1-1.5b": "a model of the hub",
     "smollm2": "a model that examples/smollm2.py makes from a package of 98 MB",
     "leg_counting": "the extra reasoning_gym",
-    "environment.agent": "agents that need the extra `serve`: tests/agents and tests/generation/test_agents run them",
+    "environment.agent": "agents that need the extra `serve`: tests/agents and tests/endpoint/test_agents run them",
     "tinyrl serve": "it answers until a signal comes: tests/tools/test_serve runs it",
     "--peer-python": "it needs TRL: tests/benchmarks run its parts",
 }

@@ -18,6 +18,7 @@ LEVELS = (
     ("training",),
     ("evaluation",),
     ("rollout",),
+    ("endpoint",),
     ("generation", "rewards"),
     ("starter",),
     ("tasks",),

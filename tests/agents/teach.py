@@ -43,9 +43,9 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.messages import Message
 from tinyrl.data.readers import Row
+from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
+from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.environments.agent import Agents
-from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
-from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.generation.engine import SamplingParams
 from tinyrl.generation.engine import Sequence as Sampled
 from tinyrl.runs.resolve import config_of

@@ -17,8 +17,8 @@ from tests import running
 from tests.agents.teach import teach
 from tests.test_examples import EXAMPLES, load
 from tinyrl.config.recipe import load_config
+from tinyrl.endpoint import agents
 from tinyrl.environments.environment import Episode
-from tinyrl.generation import agents
 from tinyrl.workers import sandbox
 
 TASK = f"{EXAMPLES / 'boxes.py'}:TASK"

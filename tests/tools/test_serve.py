@@ -47,7 +47,7 @@ def test_the_command_answers_until_a_signal_comes(tmp_path: Path) -> None:
 TOKENISES = """
 import sys, threading, time
 from tinyrl.cli.commands import app
-from tinyrl.generation import endpoint
+from tinyrl.endpoint import endpoint
 
 
 def for_ever(*args, **options):

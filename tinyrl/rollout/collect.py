@@ -11,8 +11,8 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_too
+from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.agents import AgentRunner
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import EpisodeRunner

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import with_num_steps
-from tinyrl.generation.agents import AgentRunner
+from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.turns import load_episode_runner

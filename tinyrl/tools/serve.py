@@ -1,4 +1,4 @@
-"""`tinyrl serve`: a run's policy, or a model, behind the protocols of OpenAI and Anthropic (generation/endpoint.py)."""
+"""`tinyrl serve`: a run's policy, or a model, behind the protocols of OpenAI and Anthropic (endpoint/endpoint.py)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from types import FrameType
 
 import uvicorn
 
+from tinyrl.endpoint.endpoint import LOCAL, Endpoint, server_config
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.endpoint import LOCAL, Endpoint, server_config
 from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler

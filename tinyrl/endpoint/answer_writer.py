@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from tokenizers.decoders import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tinyrl.endpoint.dialect import JSON, EndedChoice, ListedToken, Refused
+from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.environments.tool_calls import ToolCall
-from tinyrl.generation.dialect import JSON, EndedChoice, ListedToken, Refused
 from tinyrl.generation.engine import SampledRole
-from tinyrl.generation.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import score
 from tinyrl.tasks.call_forms import CallForm

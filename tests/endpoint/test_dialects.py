@@ -14,13 +14,13 @@ from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.generation.conftest import episode_of, listening_to
-from tests.generation.test_endpoint import CALL, TOOLS, CutOff, Scripted, post
-from tinyrl.generation.completions import ChatCompletions
-from tinyrl.generation.dialect import EndedChoice, ListedToken, Refused, Usage
-from tinyrl.generation.endpoint import Listening
-from tinyrl.generation.messages_api import Messages
-from tinyrl.generation.responses import Responses
+from tests.endpoint.conftest import episode_of, listening_to
+from tests.endpoint.test_endpoint import CALL, TOOLS, CutOff, Scripted, post
+from tinyrl.endpoint.completions import ChatCompletions
+from tinyrl.endpoint.dialect import EndedChoice, ListedToken, Refused, Usage
+from tinyrl.endpoint.endpoint import Listening
+from tinyrl.endpoint.messages_api import Messages
+from tinyrl.endpoint.responses import Responses
 from tinyrl.generation.scheduler import LiveScheduler
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -30,8 +30,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.messages import Message, messages_of
+from tinyrl.endpoint.dialect import ContextOverflow, Refused
 from tinyrl.environments.environment import Dialogue
-from tinyrl.generation.dialect import ContextOverflow, Refused
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
 from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.models.tokens import template_text, tokens_behind

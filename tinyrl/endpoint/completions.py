@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import JSON, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
+from tinyrl.endpoint.dialect import JSON, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
 
 
 class ChatCompletions(Dialect):

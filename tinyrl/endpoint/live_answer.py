@@ -12,10 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinyrl.generation.agent_episode import Call, ClientInput
-from tinyrl.generation.dialect import Dialect, EndedChoice, Refused, Usage
+from tinyrl.endpoint.agent_episode import Call, ClientInput
+from tinyrl.endpoint.dialect import Dialect, EndedChoice, Refused, Usage
+from tinyrl.endpoint.request_body import Body
 from tinyrl.generation.engine import Sequence
-from tinyrl.generation.request_body import Body
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests

@@ -1,6 +1,6 @@
 """OpenAI's Responses API as a translation of chat completions: /v1/responses.
 
-The JSON is that of `openai.types.responses`, by which tests/generation/test_dialects.py checks every answer and event;
+The JSON is that of `openai.types.responses`, by which tests/endpoint/test_dialects.py checks every answer and event;
 it is written as it stands, since the client's classes gain required fields from one version to the next.
 
 Less than the original: nothing is stored (previous_response_id, conversation, background and stored prompts are
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import (
+from tinyrl.endpoint.dialect import (
     JSON,
     Dialect,
     EndedChoice,

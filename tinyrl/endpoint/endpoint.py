@@ -44,15 +44,15 @@ from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinyrl.data.messages import messages_of, tools_of
-from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
-from tinyrl.generation.answer_writer import AnswerWriter
-from tinyrl.generation.completions import ChatCompletions, TextCompletions
-from tinyrl.generation.dialect import JSON, ContextOverflow, Dialect, Refused
+from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
+from tinyrl.endpoint.answer_writer import AnswerWriter
+from tinyrl.endpoint.completions import ChatCompletions, TextCompletions
+from tinyrl.endpoint.dialect import JSON, ContextOverflow, Dialect, Refused
+from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
+from tinyrl.endpoint.messages_api import Messages
+from tinyrl.endpoint.request_body import Body
+from tinyrl.endpoint.responses import Responses
 from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.live_answer import SLICE, Choice, LiveAnswer, Stream
-from tinyrl.generation.messages_api import Messages
-from tinyrl.generation.request_body import Body
-from tinyrl.generation.responses import Responses
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt

@@ -19,13 +19,13 @@ import pytest
 import torch
 import uvicorn
 
-from tests.generation.conftest import episode_of, listening_to
+from tests.endpoint.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, stir
 from tests.tiny_models import tiny_tokenizer
-from tinyrl.generation import endpoint as endpoint_file
-from tinyrl.generation.endpoint import LOCAL, Listening
+from tinyrl.endpoint import endpoint as endpoint_file
+from tinyrl.endpoint.endpoint import LOCAL, Listening
+from tinyrl.endpoint.live_answer import Choice
 from tinyrl.generation.engine import SamplingParams, Sequence
-from tinyrl.generation.live_answer import Choice
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
@@ -440,7 +440,7 @@ def test_too_much_is_refused_before_anything_is_tokenised(
     path: str, asked: dict[str, Any], status: int, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rendered: list[Any] = []
-    monkeypatch.setattr("tinyrl.generation.endpoint.render_prompt", lambda *args, **_: rendered.append(args))
+    monkeypatch.setattr("tinyrl.endpoint.endpoint.render_prompt", lambda *args, **_: rendered.append(args))
     code, _ = post(f"{listening.url}/{path}", json.dumps({"model": "policy", "max_tokens": 1, **asked}).encode())
     assert code == status
     assert not rendered
@@ -449,7 +449,7 @@ def test_too_much_is_refused_before_anything_is_tokenised(
 def test_sequences_of_all_requests_are_counted_until_they_have_ended(
     live: LiveScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinyrl.generation.endpoint.MOST_SEQUENCES", 4)
+    monkeypatch.setattr("tinyrl.endpoint.endpoint.MOST_SEQUENCES", 4)
     with listening_to(live) as server:
         ask: Callable[..., Any] = client_of(server).completions.create
         two: Any = {"model": "policy", "prompt": ["a", "b"], "max_tokens": 90}
@@ -472,7 +472,7 @@ def test_a_long_text_keeps_nobody_waiting(listening: Listening, monkeypatch: pyt
         go_on.wait(60)
         return render_prompt(*args, **options)
 
-    monkeypatch.setattr("tinyrl.generation.endpoint.render_prompt", slow)
+    monkeypatch.setattr("tinyrl.endpoint.endpoint.render_prompt", slow)
     answers: list[tuple[int, Any]] = []
     body = json.dumps({"model": "policy", "prompt": "hello", "max_tokens": 1}).encode()
     asking = threading.Thread(target=lambda: answers.append(post(f"{listening.url}/completions", body)))

@@ -23,17 +23,17 @@ import pytest
 import torch
 
 from tests import running
-from tests.generation.conftest import episode_of, listening_to
+from tests.endpoint.conftest import episode_of, listening_to
 from tests.tasks.test_answers import CHAT, marked_tokenizer, rendered_by_the_library, spaced_tokenizer
 from tests.tiny_models import TinyModels
 from tests.training.experiences import experience_of
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
+from tinyrl.endpoint import agent_episode
+from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
+from tinyrl.endpoint.endpoint import Listening
+from tinyrl.endpoint.live_answer import Choice, LiveAnswer
 from tinyrl.environments.environment import Dialogue, Episode
-from tinyrl.generation import agent_episode
-from tinyrl.generation.agent_episode import AgentEpisode, Call, ClientInput
-from tinyrl.generation.endpoint import Listening
 from tinyrl.generation.engine import SamplingParams, Sequence
-from tinyrl.generation.live_answer import Choice, LiveAnswer
 from tinyrl.generation.sample import (
     FinishReason,
     Logprobs,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tinyrl.generation.dialect import JSON, Refused
+from tinyrl.endpoint.dialect import JSON, Refused
 from tinyrl.text import truncate
 
 HARMLESS = {  # fields that change no answer, whatever they hold: for a provider's accounts, caches and queues

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
+from tinyrl.endpoint.agent_episode import AgentEpisode
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.agent_episode import AgentEpisode
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.generation.scheduler import LiveScheduler
@@ -23,7 +23,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
-    from tinyrl.generation.endpoint import Listening
+    from tinyrl.endpoint.endpoint import Listening
 
 MODEL = "policy"  # its name at the endpoint
 AT_ONCE = 256  # completions decoded together where generation.max_rows is not set
@@ -125,7 +125,7 @@ class AgentRunner:
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
-        from tinyrl.generation.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
+        from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),

@@ -1,6 +1,6 @@
 """Anthropic's Messages API as a translation of chat completions: /v1/messages.
 
-The JSON is that of `anthropic.types`, by which tests/generation/test_dialects.py checks every answer and event; a
+The JSON is that of `anthropic.types`, by which tests/endpoint/test_dialects.py checks every answer and event; a
 server needs no package for it.
 
 Less than the original: content is text, calls of tools and their results; thoughts are text; nothing is cached for a
@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.generation.dialect import (
+from tinyrl.endpoint.dialect import (
     JSON,
     Dialect,
     EndedChoice,
