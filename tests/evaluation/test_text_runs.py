@@ -10,6 +10,7 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tinyrl import api
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
@@ -142,6 +143,19 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-5)
     assert result["other"]["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
     assert 0 <= result["win_rate"]["mean"] <= 1
+
+
+def test_the_json_of_a_run_that_is_measured_and_sampled_has_these_keys_in_this_order(folder: Path) -> None:
+    reward = {"reward.functions": [{"use": f"{folder}/rewards.py:yes"}], "generation.max_new_tokens": 5}
+    found = api.evaluate(folder / "sft", settings=reward, vs="start", num_prompts=2, device="cpu")
+    assert [key for key in found if key not in found["greedy"]] == [
+        *("target", "num_prompts", "num_samples", "kl", "entropy", "greedy"),
+        *("difference", "win_rate", "other", "held_out", "left_out"),
+    ]
+    assert [key for key in found["other"] if key not in found["greedy"]] == [
+        *("target", "held_out", "num_prompts", "num_samples", "kl", "entropy", "greedy"),
+    ]
+    assert list(found["held_out"]) == ["loss", "perplexity", "num_rows"]
 
 
 def test_a_reward_model_of_a_run_judges_runs_of_text(folder: Path, tmp_path: Path) -> None:

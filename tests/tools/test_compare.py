@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tinyrl.api import evaluate
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.targets import Asked
@@ -95,6 +96,41 @@ def test_runs_of_one_name_are_called_by_their_paths(folder: Path, tmp_path: Path
         evaluate_target(prepare_evaluation(first, asked, vs="base"), options=Options(device="cpu"))["target"]
         == "first/step-000001"
     )
+
+
+def layout(values: dict[str, Any]) -> list[Any]:
+    """Return the keys of a JSON object in their order; those of an object or of nulls with what they hold."""
+    keys = list[Any]()
+    for key, value in values.items():
+        if isinstance(value, dict):
+            keys.append({key: layout(value)})
+        elif value is None or value == [None, None]:
+            keys.append({key: value})
+        else:
+            keys.append(key)
+    return keys
+
+
+def test_the_json_of_a_comparison_has_these_keys_in_this_order(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder / "first", tmp_path / "same")
+    rewards = ("reward_mean", "reward_median", "reward_std", "reward_ci", "reward/number")
+    greedy = [*rewards, "mean_length", "truncated", "dropped", "distinct"]
+    sampled = [*greedy, "num_prompts", "num_samples", "kl", "entropy", {"greedy": greedy}]
+    no_interval = {"reward_ci": [None, None]}  # no prompt differs
+    difference = ["reward_mean", no_interval, "pairs", "distinguishable", "left_out"]
+    assert layout(evaluate(folder / "first", vs=other, num_prompts=6, device="cpu")) == [
+        "target",
+        *sampled,
+        {"difference": difference},
+        {"win_rate": ["mean", "ci", "ties"]},
+        {"other": ["target", *sampled]},
+    ]
+
+
+def test_the_json_has_null_where_the_rows_a_run_was_trained_on_are_gone(folder: Path, tmp_path: Path) -> None:
+    run = variant(folder, tmp_path.name, task={"data": str(tmp_path / "gone.jsonl")})
+    found = evaluate(run, data=str(folder / "rows.jsonl"), num_prompts=2, device="cpu")
+    assert layout(found)[-1] == {"trained_on": None}
 
 
 @pytest.mark.slow
