@@ -14,6 +14,7 @@ from tinyrl import api
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
+from tinyrl.evaluation.result import TrainedOn
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
@@ -61,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
     vs, settings = given.pop("vs", None), tuple(given.pop("settings", ()))
     asked = Asked(settings=settings, **given)
-    return evaluate_target(prepare_evaluation(str(folder / target), asked, vs=vs), options=OPTIONS)
+    return evaluate_target(prepare_evaluation(str(folder / target), asked, vs=vs), options=OPTIONS).as_json()
 
 
 def recorded(folder: Path, run: str, step: int) -> dict[str, float]:
@@ -138,7 +139,7 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     parts.close()
     for key in ("reward_mean", "reward_ci", "mean_length", "entropy"):
         assert result[key] == pytest.approx(expected.metrics[key], rel=1e-5)
-    assert result["greedy"]["reward_mean"] == expected.metrics["greedy"]["reward_mean"]
+    assert result["greedy"]["reward_mean"] == expected.greedy["reward_mean"]
     assert result["kl"] > 0.01  # to the base, which sft started from
     assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-5)
     assert result["other"]["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
@@ -231,7 +232,7 @@ def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path,
     target = find(str(run), asked)
     assert target.sampled is not None
     alone = replace(target, measured=None)
-    assert _trained_on(alone, asked, []) == {"trained_on": None}
+    assert _trained_on(alone, asked, []) == TrainedOn(None)
     with pytest.raises(ValueError, match=r"gone\.jsonl"):
         seen_in_training(alone, [OwnSide.BASE], asked)
 
