@@ -13,10 +13,11 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
+from tinyrl.formatting import format_number
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import OwnSide
-from tinyrl.text import format_number, hang, terminal_columns
+from tinyrl.text import hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
 SHORT_NAME = 18  # where the terminal has no room for more

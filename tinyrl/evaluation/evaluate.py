@@ -22,7 +22,7 @@ from tinyrl.generation.sample import (
     environment_metrics,
     length_metrics,
 )
-from tinyrl.numbers import mean, numbers
+from tinyrl.nan import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from scipy.special import stdtrit
 from torch import Tensor
 
 from tinyrl.algorithms.preference import bradley_terry_loss, label_loss
-from tinyrl.numbers import mean, numbers
+from tinyrl.nan import mean, numbers
 
 TAIL = 0.025  # beyond either end of a 95 % interval
 MANY = 50  # values from which on a percentile bootstrap covers its 95 %; with 3 values it covers 74 %, with 8 89 %
