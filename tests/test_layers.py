@@ -26,7 +26,7 @@ LEVELS = (
     ("workers", "data"),
     ("runs",),
     ("config",),
-    ("algorithms", "process", "text"),
+    ("algorithms", "formatting", "nan", "process", "text"),
     ("__init__",),
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

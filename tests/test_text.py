@@ -7,23 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinyrl.text import (
-    Excerpt,
-    answer_in,
-    ends_in_thought,
-    excerpt,
-    format_bytes,
-    format_clock,
-    format_number,
-    format_seconds,
-    format_short,
-    hang,
-    mask_url,
-    one_line,
-    resolve_url,
-    typeset_number,
-    without_thoughts,
-)
+from tinyrl.data.thoughts import answer_in, ends_in_thought, without_thoughts
+from tinyrl.formatting import format_bytes, format_clock, format_number, format_seconds, format_short, typeset_number
+from tinyrl.text import Excerpt, excerpt, hang, mask_url, one_line, resolve_url
 from tinyrl.tools.report import text_html
 
 

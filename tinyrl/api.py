@@ -138,7 +138,7 @@ def evaluate(
         prepared = prepare_evaluation(path, asked, vs=other)
         from tinyrl.tools.compare import evaluate_target  # with torch
 
-        return json_safe(evaluate_target(prepared, options=options))
+        return json_safe(evaluate_target(prepared, options=options).as_json())
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:

@@ -1,11 +1,10 @@
-"""Make text short, visible and free of secrets; format numbers; suggest the nearest known name.
+"""Make text short, visible and free of secrets; suggest the nearest known name.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides, invisible characters, lone surrogates, or a
 million characters. Nothing is dropped silently: invisible characters are named, and cuts are marked.
 """
 
 import difflib
-import math
 import os
 import re
 import shutil
@@ -26,49 +25,6 @@ MASK = "***"  # replaces what may be secret in a URL
 # A word is matched from its beginning only, without backtracking: else a line of 64 KB takes minutes.
 _URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
 _URL_QUERY = re.compile(r"((?<!\w)\w++://[^\s?\"'<>]*\?)([^\s\"'<>)\]]+)")
-
-
-_THOUGHT = re.compile(r"<think>|</think>")
-
-
-def without_thoughts(text: str) -> str:
-    """Replace the thoughts of a model's turn by spaces: nothing in them is an answer, or a call of a tool.
-
-    A thought reaches from <think> to the next </think>, or from the beginning to a </think> that nothing opens (its
-    opening is the prompt's). One that is not closed reaches to the end, if its <think> begins the turn or a line of it,
-    as a prompt and a model's own token do; elsewhere it is a word of the answer.
-    """
-    shown = list[str]()
-    at = 0
-    start = None
-    for tag in _THOUGHT.finditer(text):
-        if tag.group() == "<think>":
-            start = tag.start() if start is None else start
-            continue
-        if start is None and at > 0:  # a word: the turn's thoughts have ended
-            continue
-        begun = 0 if start is None else start
-        shown += [text[at:begun], " " * (tag.end() - begun)]
-        at = tag.end()
-        start = None
-    rest = text[at:]
-    if start is not None:
-        unclosed = re.search(r"(?m)^[ \t]*<think>", rest)
-        if unclosed:
-            rest = rest[: unclosed.start()] + " " * (len(rest) - unclosed.start())
-    return "".join([*shown, rest])
-
-
-def ends_in_thought(text: str) -> bool:
-    """Return whether a model's turn ends in a thought that is not closed, as `without_thoughts` reads it."""
-    behind = text.rpartition("</think>")[2]
-    return re.search(r"(?m)^[ \t]*<think>", behind) is not None
-
-
-def answer_in(text: str) -> str:
-    """Return what a model's turn says outside of its thoughts; a turn without any as it is."""
-    shown = without_thoughts(text)
-    return text if shown == text else shown.strip()
 
 
 class Excerpt(NamedTuple):
@@ -157,74 +113,6 @@ def did_you_mean(word: str, known: list[str]) -> str:
     """Return " Did you mean `...`?" with the nearest known name; "" where none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean `{close[0]}`?" if close else ""
-
-
-# ---- numbers ----
-
-ROUNDING_ERROR = 1e-12
-
-
-def format_number(value: float | None, *, decimals: int = 3, signed: bool = False, missing: str = "-") -> str:
-    """Format a result for a table: an integer as it is, else with `decimals`, or as many significant digits below 0.1;
-    `missing` for None and NaN. signed: with a plus sign before a positive one.
-    """
-    if value is None or math.isnan(value):
-        return missing
-    sign = "+" if signed and value >= 0 else ""
-    if isinstance(value, int):
-        return f"{sign}{value}"
-    return f"{sign}{value:.{decimals}g}" if 0 < abs(value) < 0.1 else f"{sign}{value:.{decimals}f}"
-
-
-def format_short(value: float) -> str:
-    """Format a number for a narrow line: three significant digits, whole from 1,000 on, "-" for NaN."""
-    if math.isnan(value):
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def typeset_number(value: float, *, share: bool = False) -> str:
-    """Format a number for the page and its charts: three digits, a real minus sign, 0 for a rounding error, a dash for
-    NaN. share: as per cent with one decimal.
-    """
-    if not math.isfinite(value):
-        return "\u2013"
-    if share:
-        return "< 0.1 %" if 0 < value < 0.0005 else f"{value * 100:.1f}".removesuffix(".0") + " %"
-    size = abs(value)
-    if size < ROUNDING_ERROR or (value == int(value) and size < 100_000):
-        text = f"{int(value):,}"
-    elif size < 0.001 or size >= 1e9:
-        text = short_power(f"{value:.1e}")
-    else:
-        text = f"{value:#.3g}" if size < 99.95 else f"{value:,.0f}"
-    return text.replace("-", "\u2212")
-
-
-def short_power(text: str) -> str:
-    """Write 5.0e-05 as 5e-5."""
-    digits, _, power = text.partition("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}" if power else text
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration: 8.40 s, 1 min 32 s, 2 h 05 min."""
-    if seconds < 59.95:
-        return f"{typeset_number(seconds)} s"
-    if round(seconds) < 3600:
-        return f"{round(seconds) // 60} min {round(seconds) % 60:02d} s"
-    return f"{round(seconds / 60) // 60} h {round(seconds / 60) % 60:02d} min"
-
-
-def format_clock(seconds: int) -> str:
-    """Format a time left: 02:05, 1:02:05."""
-    hours = f"{seconds // 3600}:" if seconds >= 3600 else ""
-    return f"{hours}{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
-
-
-def format_bytes(count: float) -> str:
-    """Format an amount of memory or disk: 1.50 GB, 0.3 MB."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 # ---- URLs ----

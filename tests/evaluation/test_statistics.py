@@ -108,11 +108,11 @@ def test_no_better_below_the_number_of_prompts_that_can_show_it() -> None:
     """Under policies alike five prompts all go one way in 2 / 2^5 = 6 % of cases, six in 3 %."""
     for n, verdict in ((1, False), (5, False), (6, True), (40, True)):
         difference = paired_difference([[1.0], [NAN]] * n, [[0.0], [9.0]] * n)
-        assert (difference["reward_mean"], difference["distinguishable"]) == (1.0, verdict)
-        assert all(math.isnan(end) for end in difference["reward_ci"])  # every prompt says the same: no spread
-        assert paired_difference([[1.0]] * n + [[0.5]] * 90, [[0.0]] * n + [[0.5]] * 90)["distinguishable"] is verdict
+        assert (difference.reward_mean, difference.distinguishable) == (1.0, verdict)
+        assert all(math.isnan(end) for end in difference.reward_ci)  # every prompt says the same: no spread
+        assert paired_difference([[1.0]] * n + [[0.5]] * 90, [[0.0]] * n + [[0.5]] * 90).distinguishable is verdict
     same = paired_difference([[1.0]] * 40, [[1.0]] * 40)
-    assert (same["reward_mean"], same["distinguishable"]) == (0.0, False)
+    assert (same.reward_mean, same.distinguishable) == (0.0, False)
 
 
 def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
@@ -121,7 +121,7 @@ def test_samples_of_a_prompt_meet_each_other_and_a_tie_counts_half() -> None:
     """
     ours = [[1.0, 0.0], [2.0, 2.0], [NAN, NAN], [3.0, NAN]]
     rate = win_rate(ours, [[0.0, 0.0], [2.0, 1.0], [1.0, 1.0], [3.0, 4.0]])
-    assert (rate["mean"], rate["ties"]) == (pytest.approx((0.75 + 0.75 + 0.25) / 3), pytest.approx(0.5))
+    assert (rate.mean, rate.ties) == (pytest.approx((0.75 + 0.75 + 0.25) / 3), pytest.approx(0.5))
 
 
 # ---- a reward model ----
@@ -149,5 +149,5 @@ def test_held_out_pairs_and_labels() -> None:
 
 
 def test_pairs_are_the_prompts_with_a_reward_on_both_sides() -> None:
-    assert paired_difference([[1.0], [NAN], [1.0, NAN]], [[0.0], [1.0], [0.0, 0.0]])["pairs"] == 2
-    assert paired_difference([[1.0], [2.0]], [[NAN], [NAN]])["pairs"] == 0
+    assert paired_difference([[1.0], [NAN], [1.0, NAN]], [[0.0], [1.0], [0.0, 0.0]]).pairs == 2
+    assert paired_difference([[1.0], [2.0]], [[NAN], [NAN]]).pairs == 0

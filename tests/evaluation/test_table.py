@@ -2,29 +2,53 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 from tinyrl.cli.evaluate import render, table_lines
+from tinyrl.evaluation.evaluate import Evaluation
+from tinyrl.evaluation.result import (
+    Against,
+    ComparisonResult,
+    EvalSide,
+    Measured,
+    TargetResult,
+)
+from tinyrl.evaluation.statistics import Difference, WinRate
 
 NUMBERS = {"reward_mean": 0.5, "reward_ci": [0.4, 0.6], "mean_length": 6.0, "num_prompts": 64, "num_samples": 1}
-NOTHING = {"reward_mean": math.nan, "reward_ci": [math.nan] * 2, "distinguishable": False, "pairs": 0, "left_out": 9}
+RATE = WinRate(mean=0.5, ci=[0.4, 0.6], ties=0.0)
 
 
-def result(**more: Any) -> dict[str, Any]:
-    return {"target": "run/step-000002", **NUMBERS, "greedy": {"reward_mean": 1.0}, **more}
+def side_of(target: str = "run/step-000002", *, greedy: dict[str, Any] | None = None, **more: Any) -> EvalSide:
+    """Return a policy that was sampled, with more metrics or others."""
+    found = Evaluation({**NUMBERS, **more}, greedy={"reward_mean": 1.0} if greedy is None else greedy)
+    return EvalSide(target, sampled=found)
+
+
+def paired(side: EvalSide, other: EvalSide, difference: Difference, *, rate: WinRate = RATE) -> TargetResult:
+    against = Against(difference=difference, win_rate=rate, left_out=0)
+    return TargetResult(replace(side, against=against), other)
+
+
+def shown(side: EvalSide, other: EvalSide | None = None) -> str:
+    """Render a target and what it is compared with."""
+    return render(TargetResult(side, other), as_json=False)
 
 
 def test_a_missing_number_is_never_nan_and_small_ones_keep_their_digits() -> None:
-    rate = {"mean": math.nan, "ci": [math.nan] * 2, "ties": math.nan}
-    one = result(num_prompts=1, reward_mean=math.nan, reward_ci=[math.nan] * 2)
-    one |= {"other": {**one, "target": "b/step-000002"}, "difference": NOTHING, "win_rate": rate}
-    assert "nan" not in render(one, as_json=False)
-    assert json.loads(render(one, as_json=True))["reward_ci"] == [None, None]
-    side = result(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
-    difference = {**NOTHING, "reward_mean": -0.00012, "reward_ci": [-0.5, 0.00034], "pairs": 64, "left_out": 0}
-    text = render({**side, "other": side, "difference": difference, "win_rate": rate}, as_json=False)
-    for shown in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
-        assert shown in text
+    unknown = [math.nan, math.nan]
+    nothing = Difference(reward_mean=math.nan, reward_ci=unknown, pairs=0, distinguishable=False)
+    no_rate = WinRate(mean=math.nan, ci=unknown, ties=math.nan)
+    one = side_of(num_prompts=1, reward_mean=math.nan, reward_ci=unknown)
+    result = paired(one, replace(one, target="b/step-000002"), nothing, rate=no_rate)
+    assert "nan" not in render(result, as_json=False)
+    assert json.loads(render(result, as_json=True))["reward_ci"] == [None, None]
+    side = side_of(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
+    difference = Difference(reward_mean=-0.00012, reward_ci=[-0.5, 0.00034], pairs=64, distinguishable=False)
+    text = render(paired(side, side, difference, rate=no_rate), as_json=False)
+    for part in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
+        assert part in text
 
 
 def test_a_column_is_as_wide_as_its_widest_cell() -> None:
@@ -53,33 +77,27 @@ def test_columns_without_room_are_a_table_below() -> None:
 
 
 def test_the_intervals_of_greedy_completions_are_a_line_of_their_own() -> None:
-    side = result(greedy={"reward_mean": 1.0, "reward_ci": [0.9, 1.0]})
-    lines = [line.split() for line in render(side, as_json=False).splitlines()]
+    side = side_of(greedy={"reward_mean": 1.0, "reward_ci": [0.9, 1.0]})
+    lines = [line.split() for line in shown(side).splitlines()]
     assert ["reward_mean", "0.500", "(1.000)"] in lines
     assert ["reward_ci", "0.400", "to", "0.600"] in lines
     assert ["reward_ci,", "greedy", "0.900", "to", "1.000"] in lines
 
 
-RATE = {"mean": 0.5, "ci": [0.4, 0.6], "ties": 0.0}
-
-
 def compared(*, pairs: int, dropped: int, greedy: int) -> str:
     """Render two sides on 64 prompts, of which the second one has samples without a reward."""
-    other = result(target="b/step-000002", dropped=dropped, greedy={"dropped": greedy})
-    difference = {**NOTHING, "reward_mean": 0.1, "reward_ci": [0.0, 0.2], "pairs": pairs, "left_out": 0}
-    ours = result(dropped=0, greedy={"dropped": 0})
-    return render(
-        {**ours, "other": {**other, "why_dropped": "agent died"}, "difference": difference, "win_rate": RATE},
-        as_json=False,
-    )
+    metrics = {**NUMBERS, "dropped": dropped}
+    other = EvalSide("b/step-000002", Evaluation(metrics, greedy={"dropped": greedy}, why_dropped="agent died"))
+    difference = Difference(reward_mean=0.1, reward_ci=[0.0, 0.2], pairs=pairs, distinguishable=False)
+    return render(paired(side_of(dropped=0, greedy={"dropped": 0}), other, difference), as_json=False)
 
 
 def test_dropped_samples_are_a_warning_with_their_side_and_reason() -> None:
     text = compared(pairs=61, dropped=3, greedy=2)
     warnings = [line for line in text.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
-    for shown in ("b/step-000002", "3 of 64", "2 of 64", "agent died"):
-        assert shown in warnings[0]
+    for part in ("b/step-000002", "3 of 64", "2 of 64", "agent died"):
+        assert part in warnings[0]
     assert "61 of 64" in text
 
 
@@ -91,11 +109,8 @@ def test_without_dropped_samples_there_is_no_warning_and_no_count_of_pairs() -> 
 
 def kl_caption(*names: str, several: bool = False) -> str:
     """Render sides with a KL; return the part of the caption about it."""
-    sides = [{**result(kl=2.0), "target": name} for name in names]
-    whole: Any = sides
-    if not several:
-        whole = {**sides[0], **({"other": sides[1]} if len(sides) > 1 else {})}
-    text = render(whole, as_json=False)
+    sides = [side_of(name, kl=2.0) for name in names]
+    text = render(ComparisonResult(sides), as_json=False) if several else shown(*sides)
     return text.partition("KL in nats")[2].partition(")")[0]
 
 
@@ -107,20 +122,19 @@ def test_a_row_of_kl_has_a_caption_that_says_whose_start_it_is_to() -> None:
 
 
 def test_without_a_row_of_kl_there_is_no_caption_of_it() -> None:
-    assert "KL" not in render([result(), result()], as_json=False)
+    assert "KL" not in shown(side_of(), side_of())
 
 
 def test_measures_against_references_of_their_own_have_a_caption() -> None:
     held: dict[str, Any] = {"loss": 0.5, "accuracy": 0.75, "num_pairs": 64}
     caption = "each one's own reference"
-    own = {"target": "a", "held_out": {**held, "reference": "own"}}
-    assert caption in render({**own, "other": {**own, "target": "b"}}, as_json=False)
-    assert caption not in render({"target": "a", "held_out": held}, as_json=False)  # of sft, which has none
+    own = Measured(held, own_reference=True)
+    assert caption in shown(EvalSide("a", measured=own), EvalSide("b", measured=own))
+    assert caption not in shown(EvalSide("a", measured=Measured(held)))  # of sft, which has none
 
 
 def test_a_comparison_says_whose_rows_reward_and_limit_it_uses() -> None:
-    several = [{**result(), "target": name} for name in ("baseline", "a", "b")]
+    several = ComparisonResult([side_of(name) for name in ("baseline", "a", "b")])
     assert "generation.max_new_tokens of baseline" in render(several, as_json=False)
-    pair = {**result(), "other": {**result(), "target": "b"}}
-    assert "generation.max_new_tokens of run/step-000002" in render(pair, as_json=False)
-    assert "max_new_tokens" not in render(result(), as_json=False)  # nothing is compared
+    assert "generation.max_new_tokens of run/step-000002" in shown(side_of(), side_of("b"))
+    assert "max_new_tokens" not in shown(side_of())  # nothing is compared

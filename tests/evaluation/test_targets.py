@@ -107,6 +107,8 @@ def test_a_file_takes_the_place_of_the_held_out_rows() -> None:
         ("runs/reward", Asked(task="sort"), "runs/reward is a reward model"),
         ("runs/grpo", Asked(data="rows.jsonl", split="train"), "--data FILE.*--split train"),
         ("runs/sft", Asked(save_samples="s.jsonl"), "--save-samples.*runs/sft"),
+        ("runs/sft", Asked(samples=2), "--samples 2: .*runs/sft"),
+        ("runs/reward", Asked(samples=2), "--samples 2: .*runs/reward"),
         ("runs/grpo", Asked(save_samples="no/s.jsonl"), "--save-samples no/s.jsonl: there is no folder"),
     ],
 )

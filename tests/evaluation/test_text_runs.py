@@ -10,9 +10,11 @@ import pytest
 
 from tests import running
 from tests.tiny_models import tiny_model
+from tinyrl import api
 from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
+from tinyrl.evaluation.result import TrainedOn
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
@@ -60,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(folder: Path, target: str, **given: Any) -> dict[str, Any]:
     vs, settings = given.pop("vs", None), tuple(given.pop("settings", ()))
     asked = Asked(settings=settings, **given)
-    return evaluate_target(prepare_evaluation(str(folder / target), asked, vs=vs), options=OPTIONS)
+    return evaluate_target(prepare_evaluation(str(folder / target), asked, vs=vs), options=OPTIONS).as_json()
 
 
 def recorded(folder: Path, run: str, step: int) -> dict[str, float]:
@@ -137,11 +139,24 @@ def test_a_text_run_is_sampled_where_a_reward_is_named(folder: Path) -> None:
     parts.close()
     for key in ("reward_mean", "reward_ci", "mean_length", "entropy"):
         assert result[key] == pytest.approx(expected.metrics[key], rel=1e-5)
-    assert result["greedy"]["reward_mean"] == expected.metrics["greedy"]["reward_mean"]
+    assert result["greedy"]["reward_mean"] == expected.greedy["reward_mean"]
     assert result["kl"] > 0.01  # to the base, which sft started from
     assert result["other"]["kl"] == pytest.approx(0.0, abs=1e-5)
     assert result["other"]["held_out"] == pytest.approx(recorded(folder, "sft", 0), rel=1e-5)
     assert 0 <= result["win_rate"]["mean"] <= 1
+
+
+def test_the_json_of_a_run_that_is_measured_and_sampled_has_these_keys_in_this_order(folder: Path) -> None:
+    reward = {"reward.functions": [{"use": f"{folder}/rewards.py:yes"}], "generation.max_new_tokens": 5}
+    found = api.evaluate(folder / "sft", settings=reward, vs="start", num_prompts=2, device="cpu")
+    assert [key for key in found if key not in found["greedy"]] == [
+        *("target", "num_prompts", "num_samples", "kl", "entropy", "greedy"),
+        *("difference", "win_rate", "other", "held_out", "left_out"),
+    ]
+    assert [key for key in found["other"] if key not in found["greedy"]] == [
+        *("target", "held_out", "num_prompts", "num_samples", "kl", "entropy", "greedy"),
+    ]
+    assert list(found["held_out"]) == ["loss", "perplexity", "num_rows"]
 
 
 def test_a_reward_model_of_a_run_judges_runs_of_text(folder: Path, tmp_path: Path) -> None:
@@ -217,7 +232,7 @@ def test_a_run_whose_training_rows_are_gone_is_evaluated_on_others(folder: Path,
     target = find(str(run), asked)
     assert target.sampled is not None
     alone = replace(target, measured=None)
-    assert _trained_on(alone, asked, []) == {"trained_on": None}
+    assert _trained_on(alone, asked, []) == TrainedOn(None)
     with pytest.raises(ValueError, match=r"gone\.jsonl"):
         seen_in_training(alone, [OwnSide.BASE], asked)
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tinyrl.api import evaluate
 from tinyrl.config.sections import RewardConfig
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.targets import Asked
@@ -63,7 +64,7 @@ def variant(folder: Path, name: str, **sections: dict[str, Any]) -> str:
 def compare(folder: Path, other: str, *, split: str = "eval", num_prompts: int = 512) -> dict[str, Any]:
     first = str(folder / "first")
     asked = Asked(split=split, num_prompts=num_prompts, samples=2)
-    return evaluate_target(prepare_evaluation(first, asked, vs=other), options=Options(device="cpu"))
+    return evaluate_target(prepare_evaluation(first, asked, vs=other), options=Options(device="cpu")).as_json()
 
 
 SAME = {"reward_mean": 0.0, "distinguishable": False}  # without an interval: no prompt differs
@@ -90,11 +91,44 @@ def test_runs_of_one_name_are_called_by_their_paths(folder: Path, tmp_path: Path
     other = str(shutil.copytree(folder / "first", tmp_path / "first"))
     asked = Asked(num_prompts=2)
     result = evaluate_target(prepare_evaluation(first, asked, vs=other), options=Options(device="cpu"))
-    assert (result["target"], result["other"]["target"]) == (first, other)
-    assert (
-        evaluate_target(prepare_evaluation(first, asked, vs="base"), options=Options(device="cpu"))["target"]
-        == "first/step-000001"
-    )
+    assert [side.target for side in result.sides] == [first, other]
+    beside_base = evaluate_target(prepare_evaluation(first, asked, vs="base"), options=Options(device="cpu"))
+    assert beside_base.side.target == "first/step-000001"
+
+
+def layout(values: dict[str, Any]) -> list[Any]:
+    """Return the keys of a JSON object in their order; those of an object or of nulls with what they hold."""
+    keys = list[Any]()
+    for key, value in values.items():
+        if isinstance(value, dict):
+            keys.append({key: layout(value)})
+        elif value is None or value == [None, None]:
+            keys.append({key: value})
+        else:
+            keys.append(key)
+    return keys
+
+
+def test_the_json_of_a_comparison_has_these_keys_in_this_order(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder / "first", tmp_path / "same")
+    rewards = ("reward_mean", "reward_median", "reward_std", "reward_ci", "reward/number")
+    greedy = [*rewards, "mean_length", "truncated", "dropped", "distinct"]
+    sampled = [*greedy, "num_prompts", "num_samples", "kl", "entropy", {"greedy": greedy}]
+    no_interval = {"reward_ci": [None, None]}  # no prompt differs
+    difference = ["reward_mean", no_interval, "pairs", "distinguishable", "left_out"]
+    assert layout(evaluate(folder / "first", vs=other, num_prompts=6, device="cpu")) == [
+        "target",
+        *sampled,
+        {"difference": difference},
+        {"win_rate": ["mean", "ci", "ties"]},
+        {"other": ["target", *sampled]},
+    ]
+
+
+def test_the_json_has_null_where_the_rows_a_run_was_trained_on_are_gone(folder: Path, tmp_path: Path) -> None:
+    run = variant(folder, tmp_path.name, task={"data": str(tmp_path / "gone.jsonl")})
+    found = evaluate(run, data=str(folder / "rows.jsonl"), num_prompts=2, device="cpu")
+    assert layout(found)[-1] == {"trained_on": None}
 
 
 @pytest.mark.slow
@@ -124,16 +158,17 @@ def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_
         folder, tmp_path.name, task={"eval_data": str(folder / "rows.jsonl"), "max_samples": 100}, run={"seed": 7}
     )
     asked, options = Asked(samples=2), Options(device="cpu")
-    rows = compare_all(prepare_comparison([first, other, same], asked), options=options)
+    rows = compare_all(prepare_comparison([first, other, same], asked), options=options).as_json()
     assert [row["target"].partition("/")[0] for row in rows] == ["first", "other-tokenizer", tmp_path.name]
     assert {row["num_prompts"] for row in rows} == {40 - compare(folder, same)["difference"]["left_out"]} != {40}
     assert rows[2].pop("win_rate") == {"mean": 0.5, "ci": ANY, "ties": ANY}
     assert rows[2].pop("difference")["reward_mean"] == 0.0
     assert {**rows[2], "target": rows[0]["target"]} == rows[0]
-    alone, pair = compare_all(prepare_comparison([first, other], asked), options=options)[1], compare(folder, other)
+    alone = compare_all(prepare_comparison([first, other], asked), options=options).as_json()[1]
+    pair = compare(folder, other)
     assert alone.pop("win_rate")["mean"] == pytest.approx(1 - pair["win_rate"]["mean"])
     assert alone.pop("difference")["reward_mean"] == pytest.approx(-pair["difference"]["reward_mean"])
-    assert alone == pair["other"] == evaluate_target(prepare_evaluation(other, asked), options=options)
+    assert alone == pair["other"] == evaluate_target(prepare_evaluation(other, asked), options=options).as_json()
 
 
 def test_a_reward_adapter_judges_its_own_vocabulary_only(tmp_path: Path) -> None:

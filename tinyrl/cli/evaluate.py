@@ -12,14 +12,16 @@ import typer
 
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
+from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
+from tinyrl.formatting import format_number
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.runs.run_dir import OwnSide
-from tinyrl.text import format_number, hang, terminal_columns
+from tinyrl.text import hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint
 SHORT_NAME = 18  # where the terminal has no room for more
-COUNTS = ("num_prompts", "num_samples", "dropped", "trained_on", "left_out")  # not in the table
+COUNTS = ("num_prompts", "num_samples", "dropped")  # not in the table
 
 
 def evaluate(
@@ -71,14 +73,19 @@ def announce_loading(targets: list[str]) -> None:
         print(f"evaluating {', '.join(targets)} ...", file=sys.stderr, flush=True)
 
 
-def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, columns: int | None = None) -> str:
-    """Render the result of `evaluate_target` or `compare`, in lines of so many columns."""
+def render(result: TargetResult | ComparisonResult, *, as_json: bool, columns: int | None = None) -> str:
+    """Render what `evaluate_target` or `compare` has found, in lines of so many columns."""
     if as_json:
-        return json.dumps(json_safe(result))
-    several = isinstance(result, list)
-    sides = result if several else [result, result["other"]] if "other" in result else [result]
-    first = sides[0]
-    rows = [{**side, **side.get("held_out", {})} for side in sides]  # sampled and judged, or measured by a trainer
+        return json.dumps(json_safe(result.as_json()))
+    table = _table_of(result.sides)
+    lines = table_lines([side.target for side in result.sides], table, columns)
+    notes = _captions(result.sides, has_kl="kl" in table) + _notes(result)
+    return "\n".join([*lines, *(hang(note, columns) for note in notes)])
+
+
+def _table_of(sides: list[EvalSide]) -> dict[str, list[str]]:
+    """Return the cells of each row, one cell for a side: greedy numbers are in brackets."""
+    rows = [_numbers_of(side) for side in sides]
     there = dict.fromkeys(key for row in rows for key, value in row.items() if _is_known(value))
     rewards = [key for key in there if key.startswith("reward/")]
     table = dict[str, list[str]]()
@@ -87,47 +94,72 @@ def render(result: dict[str, Any] | list[dict[str, Any]], *, as_json: bool, colu
             continue
         label = key.removeprefix("environment/")
         sampled = [_shown(row.get(key)) for row in rows]
-        greedy = [row.get("greedy", {}).get(key) for row in rows]
+        greedy = [None if side.sampled is None else side.sampled.greedy.get(key) for side in sides]
         in_brackets = ["" if value is None else f" ({_shown(value)})" for value in greedy]
         if any(isinstance(value, list) for value in greedy):  # two intervals are a line each
             table[label] = sampled
             table[f"{label}, greedy"] = ["" if value is None else _shown(value) for value in greedy]
         else:
             table[label] = [value + other for value, other in zip(sampled, in_brackets, strict=True)]
-    lines = table_lines([side["target"] for side in sides], table, columns)
+    return table
+
+
+def _numbers_of(side: EvalSide) -> dict[str, Any]:
+    """Return the numbers of a side by name: those of its samples, and those that a trainer measures."""
+    sampled = {} if side.sampled is None else side.sampled.metrics
+    measured = {} if side.measured is None else side.measured.metrics
+    return {**sampled, **measured}
+
+
+def _captions(sides: list[EvalSide], *, has_kl: bool) -> list[str]:
+    """Return lines that say what the numbers of the table are."""
+    first = sides[0]
+    captions = list[str]()
+    if first.sampled is not None:
+        kl = f"; KL in nats per response to where {_start_of(sides)} started" if has_kl else ""
+        num_samples = first.sampled.num_samples
+        samples = "1 sample" if num_samples == 1 else f"{num_samples} samples"
+        captions.append(f"({first.sampled.num_prompts} prompts, {samples} each; greedy in brackets{kl})")
+    if first.sampled is not None and len(sides) > 1:
+        captions.append(f"(rows, reward and generation.max_new_tokens of {first.target}, where none are given here)")
+    if any(side.measured is not None and side.measured.own_reference for side in sides):
+        captions.append("(rewards, margin, loss and accuracy are against each one's own reference)")
+    return captions
+
+
+def _notes(result: TargetResult | ComparisonResult) -> list[str]:
+    """Return lines on dropped samples, on how the sides differ, and on rows that say little."""
+    first = result.sides[0]
     notes = list[str]()
-    if "reward_ci" in first:
-        kl = f"; KL in nats per response to where {_start_of(sides)} started" if "kl" in there else ""
-        samples = "1 sample" if first["num_samples"] == 1 else f"{first['num_samples']} samples"
-        notes.append(f"({first['num_prompts']} prompts, {samples} each; greedy in brackets{kl})")
-    if "reward_ci" in first and len(sides) > 1:
-        notes.append(f"(rows, reward and generation.max_new_tokens of {first['target']}, where none are given here)")
-    if any(side.get("held_out", {}).get("reference") == "own" for side in sides):
-        notes.append("(rewards, margin, loss and accuracy are against each one's own reference)")
-    from tinyrl.evaluation.evaluate import dropped_warning  # with torch, which has run by now
-
-    for side in sides:
-        if dropped := dropped_warning(side, side.get("why_dropped", "")):
-            notes.append(f"warning: {side['target']}: {dropped}")
-    for side in sides:
-        if "difference" in side:
-            notes += _against(side, named=several, prompts=first["num_prompts"])
-    if first.get("left_out"):
-        notes.append(f"left out: {first['left_out']} held-out rows that a side was trained on")
-    if (seen := first.get("trained_on", 0)) is None:
-        notes.append(f"warning: the training rows of {first['target']} cannot be read; it may know some of these")
-    elif seen:
-        notes.append(f"warning: {first['target']} was trained on {seen} of these rows")
-    if first.get("num_prompts", FEW) < FEW:
+    for side in result.sides:
+        if side.sampled is not None and (dropped := side.sampled.dropped_warning()):
+            notes.append(f"warning: {side.target}: {dropped}")
+    for side in result.sides:
+        if side.against is not None and side.sampled is not None:
+            who = f"{side.target}: " if isinstance(result, ComparisonResult) else ""
+            notes += [who + line for line in _against(side.against, prompts=side.sampled.num_prompts)]
+    if isinstance(result, TargetResult):
+        if result.left_out:
+            notes.append(f"left out: {result.left_out} held-out rows that a side was trained on")
+        if result.trained_on is not None:
+            notes += _knows(first.target, result.trained_on)
+    if first.sampled is not None and first.sampled.num_prompts < FEW:
         notes.append(f"warning: fewer than {FEW} prompts say little")
-    return "\n".join([*lines, *(hang(note, columns) for note in notes)])
+    return notes
 
 
-def _start_of(sides: list[dict[str, Any]]) -> str:
+def _knows(target: str, trained_on: TrainedOn) -> list[str]:
+    """Return a warning where a run was trained on some of the rows, or may have been."""
+    if trained_on.count is None:
+        return [f"warning: the training rows of {target} cannot be read; it may know some of these"]
+    return [f"warning: {target} was trained on {trained_on.count} of these rows"] if trained_on.count else []
+
+
+def _start_of(sides: list[EvalSide]) -> str:
     """Return whose start the KL of the sides is to: a run's own base or start has the run's reference."""
     if len(sides) == 1:
         return "it"
-    return sides[0]["target"] if sides[1]["target"] in (OwnSide.BASE, OwnSide.START) else "each"
+    return sides[0].target if sides[1].target in (OwnSide.BASE, OwnSide.START) else "each"
 
 
 def table_lines(names: list[str], table: dict[str, list[str]], columns: int | None) -> list[str]:
@@ -164,23 +196,22 @@ def _end_of(name: str, width: int) -> str:
     return name if len(name) <= width else f"…{name[1 - width :]}"
 
 
-def _against(side: dict[str, Any], *, named: bool, prompts: int) -> list[str]:
-    """Return lines for how a policy differs from another on so many prompts; `named`: each line names the policy."""
-    who = f"{side['target']}: " if named else ""
-    difference = side["difference"]
-    if math.isnan(difference["reward_mean"]):
-        return [f"{who}no reward on both sides, so there is nothing to compare"]
-    verdict = "" if difference["distinguishable"] else ": not distinguishable"
-    mean = _shown(difference["reward_mean"], signed=True)
-    interval = _shown(difference["reward_ci"], signed=True)
-    lines = [f"{who}difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
-    if difference["pairs"] < prompts:
-        lines.append(f"{who}difference over {difference['pairs']} of {prompts} prompts: the others lack a reward")
-    if difference["left_out"]:
-        lines.append(f"{who}left out: {difference['left_out']} held-out prompts that a policy was trained on")
-    rate = side["win_rate"]
-    tied = f", {rate['ties']:.0%} ties" if rate["ties"] > 0 else ""
-    lines.append(f"{who}win rate {_shown(rate['mean'])} (95 % interval {_shown(rate['ci'])}{tied})")
+def _against(against: Against, *, prompts: int) -> list[str]:
+    """Return lines for how a policy differs from another on so many prompts."""
+    difference = against.difference
+    if math.isnan(difference.reward_mean):
+        return ["no reward on both sides, so there is nothing to compare"]
+    verdict = "" if difference.distinguishable else ": not distinguishable"
+    mean = _shown(difference.reward_mean, signed=True)
+    interval = _shown(difference.reward_ci, signed=True)
+    lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
+    if difference.pairs < prompts:
+        lines.append(f"difference over {difference.pairs} of {prompts} prompts: the others lack a reward")
+    if against.left_out:
+        lines.append(f"left out: {against.left_out} held-out prompts that a policy was trained on")
+    rate = against.win_rate
+    tied = f", {rate.ties:.0%} ties" if rate.ties > 0 else ""
+    lines.append(f"win rate {_shown(rate.mean)} (95 % interval {_shown(rate.ci)}{tied})")
     return lines
 
 

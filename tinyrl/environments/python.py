@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.data.thoughts import without_thoughts
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.process.signals import check_stop
-from tinyrl.text import excerpt, without_thoughts
+from tinyrl.text import excerpt
 from tinyrl.workers.process import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 

@@ -29,10 +29,11 @@ from typing import Any
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.data.readers import Row, reader_of
+from tinyrl.data.thoughts import without_thoughts
 from tinyrl.environments import Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.process.signals import watched
-from tinyrl.text import join_truncated, mask_url, resolve_url, truncate, without_thoughts
+from tinyrl.text import join_truncated, mask_url, resolve_url, truncate
 
 STOP = ("</search>", "</answer>")
 ASKS = "<search>{words}</search>"

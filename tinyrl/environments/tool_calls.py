@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tinyrl.data.thoughts import without_thoughts
 from tinyrl.environments import DropEpisode, Message, Reply
-from tinyrl.text import without_thoughts
 from tinyrl.workers.values import message_of
 from tinyrl.workers.worker import Exited, awaited, is_ours
 

@@ -22,7 +22,7 @@ from tinyrl.generation.sample import (
     environment_metrics,
     length_metrics,
 )
-from tinyrl.numbers import mean, numbers
+from tinyrl.nan import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
 
 if TYPE_CHECKING:
@@ -35,18 +35,43 @@ EVAL_STEP = 1 << 40  # the step in the key of evaluation samples: no training st
 
 @dataclass
 class Evaluation:
-    metrics: dict[str, Any]  # what `tinyrl eval --json` prints
+    """Metrics of a policy or a reward model by name, an interval being [low, high]."""
+
+    metrics: dict[str, Any]
+    greedy: dict[str, Any] = field(default_factory=dict)  # metrics of the greedy completions; {} where none are sampled
     rewards: list[list[float]] = field(default_factory=list)  # of the samples of each prompt
     samples: list[dict[str, Any]] = field(default_factory=list)  # lines for samples.jsonl
     why_dropped: str = ""  # the first reason for which a sample has no reward
 
     def flat(self) -> dict[str, Any]:
-        flat = {**self.metrics, **{f"greedy/{k}": v for k, v in self.metrics.get("greedy", {}).items()}}
-        return {f"eval/{k}": v for k, v in flat.items() if k != "greedy"}
+        """Return the metrics as metrics.jsonl names them."""
+        greedy = {f"greedy/{name}": value for name, value in self.greedy.items()}
+        return {f"eval/{name}": value for name, value in {**self.metrics, **greedy}.items()}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the metrics of a sampled policy, and why samples were dropped if any were."""
+        why = {"why_dropped": self.why_dropped} if self.why_dropped else {}
+        return {**self.metrics, "greedy": self.greedy, **why}
+
+    @property
+    def num_prompts(self) -> int:
+        """Return the number of prompts that were sampled."""
+        return self.metrics["num_prompts"]
+
+    @property
+    def num_samples(self) -> int:
+        """Return the number of samples per prompt."""
+        return self.metrics["num_samples"]
 
     def dropped_warning(self) -> str:
-        """Return a sentence about the samples without a reward; "" where all have one."""
-        return dropped_warning(self.metrics, self.why_dropped)
+        """Return a sentence about the samples without a reward, sampled and greedy; "" where all have one."""
+        greedy = self.greedy.get("dropped", 0)
+        sampled = self.metrics.get("dropped", 0)
+        if not sampled + greedy:
+            return ""
+        samples = self.num_prompts * self.num_samples
+        counts = f"{sampled} of {samples} samples and {greedy} of {self.num_prompts} greedy ones"
+        return f"{counts} have no reward: {self.why_dropped or 'every score was None, so no reward applies'}"
 
 
 def evaluate(
@@ -56,7 +81,7 @@ def evaluate(
     sampled = _evaluate(collector, prompts, samples, role=role)
     greedy = _evaluate(collector, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
-    sampled.metrics["greedy"] = {name: value for name, value in greedy.metrics.items() if name not in shared}
+    sampled.greedy = {name: value for name, value in greedy.metrics.items() if name not in shared}
     sampled.samples += greedy.samples
     sampled.why_dropped = sampled.why_dropped or greedy.why_dropped
     collector.scorer.forget()
@@ -115,7 +140,7 @@ def _evaluate(
         names=scorer.names,
     )
     reasons = [answer.failures[0] for answer in answers if answer.failures and not answer.rewarded]
-    return Evaluation(metrics, by_prompt, lines, why_dropped=next(iter(reasons), ""))
+    return Evaluation(metrics, rewards=by_prompt, samples=lines, why_dropped=next(iter(reasons), ""))
 
 
 def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) -> dict[str, float]:
@@ -134,14 +159,3 @@ def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) 
         return mean_entropy
     ref_logprobs, _ = run("reference")
     return {"kl": float(by_episode(samples, (logprobs - ref_logprobs).sum(1)).mean()), **mean_entropy}
-
-
-def dropped_warning(metrics: dict[str, Any], why: str) -> str:
-    """Return a sentence about the samples of an evaluation without a reward, sampled and greedy; "" for none."""
-    greedy = metrics.get("greedy", {}).get("dropped", 0)
-    sampled = metrics.get("dropped", 0)
-    if not sampled + greedy:
-        return ""
-    prompts = metrics["num_prompts"]
-    counts = f"{sampled} of {prompts * metrics['num_samples']} samples and {greedy} of {prompts} greedy ones"
-    return f"{counts} have no reward: {why or 'every score was None, so no reward applies'}"

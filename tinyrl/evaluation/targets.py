@@ -153,9 +153,12 @@ def check_asked(first: Target, asked: Asked) -> None:
     """Check options that depend on the target. Raises ValueError for those that nothing would read."""
     if asked.data is not None and asked.split == "train":
         raise ValueError("--data FILE replaces the held-out rows; --split train is of a run's own")
+    nothing = f"nothing is sampled from {first.path}; for a policy, name {A_JUDGE}"
+    if asked.samples != 1 and first.sampled is None:
+        raise ValueError(f"--samples {asked.samples}: {nothing}")
     if asked.save_samples is not None:
         if first.sampled is None:
-            raise ValueError(f"--save-samples: nothing is sampled from {first.path}; for a policy, name {A_JUDGE}")
+            raise ValueError(f"--save-samples: {nothing}")
         if not (folder := Path(asked.save_samples).absolute().parent).is_dir():
             raise ValueError(f"--save-samples {asked.save_samples}: there is no folder {folder}")
 

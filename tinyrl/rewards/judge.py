@@ -36,14 +36,15 @@ from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.http_client import NotingClient, last_try, secrets_in, until_done, without_secrets
 from tinyrl.data.messages import as_completion, as_messages, asked_of
 from tinyrl.data.readers import Row
+from tinyrl.data.thoughts import answer_in
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.numbers import mean
+from tinyrl.nan import mean
 from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.rubric import read_rubric
 from tinyrl.rewards.trial import JUDGED_ANSWERS
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import answer_in, mask_url, truncate
+from tinyrl.text import mask_url, truncate
 from tinyrl.workers.process import Printed
 from tinyrl.workers.values import RowFailure, RowResults
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
 from tinyrl.data.messages import Prompt, as_completion
+from tinyrl.data.thoughts import ends_in_thought
 from tinyrl.environments import Transcript
 from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
@@ -38,7 +39,7 @@ from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
-from tinyrl.text import ends_in_thought, one_line
+from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 

@@ -11,6 +11,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_too
+from tinyrl.data.thoughts import ends_in_thought
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
@@ -31,7 +32,6 @@ from tinyrl.tasks.prompts import (
     prepare_prompts,
     unread_key_notes,
 )
-from tinyrl.text import ends_in_thought
 from tinyrl.workers.calls import WorkerFunction
 
 Runner = EpisodeRunner | AgentRunner

@@ -13,9 +13,10 @@ import sys
 import time
 from typing import Any
 
+from tinyrl.formatting import format_clock, format_short
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import MOST_MESSAGES, to_float, turns_of, without_middle
-from tinyrl.text import escape_control, format_clock, format_short, mask_url, one_line
+from tinyrl.text import escape_control, mask_url, one_line
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tinyrl.formatting import format_bytes, format_number, format_short
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
 from tinyrl.runs.records import (
@@ -22,7 +23,7 @@ from tinyrl.runs.records import (
     turns_of,
 )
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.text import escape_control, format_bytes, format_number, format_short, join_truncated, one_line
+from tinyrl.text import escape_control, join_truncated, one_line
 
 Line = dict[str, Any]
 DIM = "\x1b[2m"

@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tinyrl.data.thoughts import without_thoughts
 from tinyrl.environments import Message
 from tinyrl.environments.tool_calls import CLOSE, DECODER, OPEN, ToolCall, call_in, parse_json, placed_calls
 from tinyrl.models.tokens import template_text
 from tinyrl.tasks.prompts import ANSWER, shared_length
-from tinyrl.text import truncate, without_thoughts
+from tinyrl.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

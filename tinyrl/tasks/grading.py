@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
-from tinyrl.text import answer_in
+from tinyrl.data.thoughts import answer_in
 
 MAX_NUMBER_CHARS = 100  # more digits than any answer has
 MAX_EXPONENT = 300  # 1e999999999 as an exact number would fill the memory

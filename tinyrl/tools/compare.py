@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tinyrl.config.evaluated import base_of, judged_by, measured_by, teacher_of
 from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.evaluate import Evaluation, evaluate
 from tinyrl.evaluation.prepared import PreparedEvaluation
+from tinyrl.evaluation.result import (
+    Against,
+    ComparisonResult,
+    EvalSide,
+    Measured,
+    TargetResult,
+    TrainedOn,
+)
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
 from tinyrl.generation.engine import SampledRole
@@ -50,51 +58,82 @@ class LoadedSide(NamedTuple):
         return found
 
 
-def evaluate_target(prepared: PreparedEvaluation, *, options: Options) -> dict[str, Any]:
-    """Evaluate a target on the rows asked for; where it is compared also "other", "difference" (ours less the other)
-    and "win_rate". "held_out" is what a trainer measures (of sft, dpo and reward runs), and "left_out" beside it how
-    many rows that measure leaves out, since a side was trained on their prompts. "trained_on", of rows that the run
-    does not hold out itself: how many of them it was trained on; None where its training rows cannot be read.
-    """
+@dataclass(frozen=True)
+class SampledSides:
+    """The evaluations of all sides on the same prompts, of which none that a side was trained on."""
+
+    evaluations: list[Evaluation]
+    prompts: list[PreparedPrompt]
+    left_out: int
+
+    def against(self, ours: int, other: int) -> Against:
+        """Compare two of the sides."""
+        our_rewards = self.evaluations[ours].rewards
+        other_rewards = self.evaluations[other].rewards
+        return Against(
+            difference=paired_difference(our_rewards, other_rewards),
+            win_rate=win_rate(our_rewards, other_rewards),
+            left_out=self.left_out,
+        )
+
+
+@dataclass(frozen=True)
+class MeasuredSides:
+    """What the first side's trainer measures of all sides on the same rows."""
+
+    measured: list[Measured]
+    left_out: int | None  # rows that a side was trained on; None where nothing is compared
+    trained_on: TrainedOn | None
+
+
+def evaluate_target(prepared: PreparedEvaluation, *, options: Options) -> TargetResult:
+    """Evaluate a target on the rows asked for, and the side that it is compared with, if any."""
     first = prepared.first
-    result: dict[str, Any] = {"target": first.name}
+    sides = [EvalSide(name) for name in _names(prepared)]
+    trained_on = None
+    left_out = None
     if prepared.sampled is not None:
-        sides, prompts, left_out = _sides(prepared, prepared.sampled, options=options)
-        ours = sides[0]
-        result |= ours.metrics
-        for other in sides[1:]:
-            result |= _difference(ours, other, left_out) | {"other": other.metrics}
-        if not prepared.others:
+        found = _sample(prepared, prepared.sampled, options=options)
+        sides = [replace(side, sampled=own) for side, own in zip(sides, found.evaluations, strict=True)]
+        if prepared.others:
+            sides[0] = replace(sides[0], against=found.against(0, 1))
+        else:
             system_prompt = prepared.sampled.config.task.system_prompt
-            keys = [prompt_keys(p.prompt, system_prompt=system_prompt) for p in prompts]
-            result |= _trained_on(first, prepared.asked, keys)
+            keys = [prompt_keys(p.prompt, system_prompt=system_prompt) for p in found.prompts]
+            trained_on = _trained_on(first, prepared.asked, keys)
     if prepared.measured is not None:
-        measured = _measured(prepared, prepared.measured, options=options)
-        both = measured.get("other", {}) | result.get("other", {})
-        result |= measured | ({"other": both} if both else {})
-        for side in prepared.others:
-            _tell_apart([result, both], [first.path, side.path])
-    return result
+        rows = _measure_sides(prepared, prepared.measured, options=options)
+        sides = [replace(side, measured=own) for side, own in zip(sides, rows.measured, strict=True)]
+        trained_on = trained_on or rows.trained_on
+        left_out = rows.left_out
+    other = sides[1] if prepared.others else None
+    return TargetResult(side=sides[0], other=other, trained_on=trained_on, left_out=left_out)
 
 
-def compare(prepared: PreparedEvaluation, *, options: Options) -> list[dict[str, Any]]:
-    """Evaluate policies as the first one, the baseline, is judged; one result each, of the others with their
-    "difference" from the baseline and their "win_rate" against it.
-    """
+def compare(prepared: PreparedEvaluation, *, options: Options) -> ComparisonResult:
+    """Evaluate policies as the first one, the baseline, is judged, and compare the others with it."""
     assert prepared.sampled is not None, "something judges samples"
-    sides, _, left_out = _sides(prepared, prepared.sampled, options=options)
-    baseline = sides[0]
-    return [baseline.metrics, *(other.metrics | _difference(other, baseline, left_out) for other in sides[1:])]
+    found = _sample(prepared, prepared.sampled, options=options)
+    sides = list[EvalSide]()
+    for i, name in enumerate(_names(prepared)):
+        against = found.against(i, 0) if i > 0 else None
+        sides.append(EvalSide(name, sampled=found.evaluations[i], against=against))
+    return ComparisonResult(sides)
+
+
+def _names(prepared: PreparedEvaluation) -> list[str]:
+    """Return what the sides are called; those of one name, as runs of several folders may be, by the paths given."""
+    sides = [prepared.first, *prepared.others]
+    names = [side.name if isinstance(side, Target) else side.path for side in sides]
+    return [side.path if names.count(name) > 1 else name for side, name in zip(sides, names, strict=True)]
 
 
 # ---- sampled and judged ----
 
 
-def _sides(
-    prepared: PreparedEvaluation, sampled: PreparedRun, *, options: Options
-) -> tuple[list[Evaluation], list[PreparedPrompt], int]:
+def _sample(prepared: PreparedEvaluation, sampled: PreparedRun, *, options: Options) -> SampledSides:
     """Sample the first target, then the others one after another, on its prompts without those that a side was trained
-    on. Returns the evaluations, named, the prompts, and how many were left out; raises ValueError where too few remain.
+    on. Raises ValueError where too few remain.
     """
     first = prepared.first
     others = prepared.others
@@ -115,20 +154,12 @@ def _sides(
                 if theirs.collector is not ours.collector:
                     stack.enter_context(closing(theirs.collector))
                 sides.append(_evaluated(theirs, prompts, asked))
-    _tell_apart([side.metrics for side in sides], [first.path, *(side.path for side in others)])
     if asked.save_samples is not None and ours.collector.world.is_main:
-        lines = [{"target": side.metrics["target"], **line} for side in sides for line in side.samples]
+        named = zip(_names(prepared), sides, strict=True)
+        lines = [{"target": name, **line} for name, side in named for line in side.samples]
         with open(asked.save_samples, "w", encoding="utf-8") as out:
             out.writelines(json.dumps(line, ensure_ascii=True) + "\n" for line in json_safe(lines))
-    return sides, prompts, left_out
-
-
-def _tell_apart(sides: list[dict[str, Any]], paths: list[str]) -> None:
-    """Call sides of one name, as runs of several folders may be, by the paths that were given."""
-    names = [side["target"] for side in sides]
-    for side, path in zip(sides, paths, strict=True):
-        if names.count(side["target"]) > 1:
-            side["target"] = path
+    return SampledSides(evaluations=sides, prompts=prompts, left_out=left_out)
 
 
 def _check_enough(first: Target, others: list[Side], asked: Asked, *, left_out: int, remaining: int) -> None:
@@ -142,15 +173,15 @@ def _check_enough(first: Target, others: list[Side], asked: Asked, *, left_out: 
         )
 
 
-def _trained_on(target: Target, asked: Asked, prompts: list[set[str]]) -> dict[str, int | None]:
-    """Count those of the prompts, by their keys, that a run was trained on; {} where it holds them out itself."""
+def _trained_on(target: Target, asked: Asked, prompts: list[set[str]]) -> TrainedOn | None:
+    """Count those of the prompts, by their keys, that a run was trained on; None where it holds them out itself."""
     if target.run is None or not asked.other_rows or asked.split == "train":
-        return {}
+        return None
     try:
         seen = trained_on(target.path)
     except (OSError, ValueError):  # moved, or changed: evaluating on other rows does not need them
-        return {"trained_on": None}
-    return {"trained_on": sum(not seen.isdisjoint(keys) for keys in prompts)}
+        return TrainedOn(None)
+    return TrainedOn(sum(not seen.isdisjoint(keys) for keys in prompts))
 
 
 def _evaluated(side: LoadedSide, prompts: list[PreparedPrompt], asked: Asked) -> Evaluation:
@@ -161,14 +192,7 @@ def _evaluated(side: LoadedSide, prompts: list[PreparedPrompt], asked: Asked) ->
     if len(own) < len(prompts):
         missing = f"{len(prompts) - len(own)} of the {len(prompts)} prompts are too long for {side.name}"
         raise ValueError(f"{missing}: give generation.max_prompt_tokens or other rows (--data FILE)")
-    found = evaluate(side.collector, own, role=side.role, samples=asked.samples)
-    why = {"why_dropped": found.why_dropped} if found.why_dropped else {}
-    return replace(found, metrics={"target": side.name, **found.metrics, **why})
-
-
-def _difference(ours: Evaluation, other: Evaluation, left_out: int) -> dict[str, Any]:
-    difference = {**paired_difference(ours.rewards, other.rewards), "left_out": left_out}
-    return {"difference": difference, "win_rate": win_rate(ours.rewards, other.rewards)}
+    return evaluate(side.collector, own, role=side.role, samples=asked.samples)
 
 
 def _load(
@@ -204,7 +228,7 @@ def _other(side: Side, ours: LoadedSide, sampled: PreparedRun, *, options: Optio
 # ---- measured by a trainer ----
 
 
-def _measured(prepared: PreparedEvaluation, run: PreparedRun, *, options: Options) -> dict[str, Any]:
+def _measure_sides(prepared: PreparedEvaluation, run: PreparedRun, *, options: Options) -> MeasuredSides:
     """Measure the first target by its trainer, and the other side on the same rows: without those that a side was
     trained on.
     """
@@ -226,17 +250,16 @@ def _measured(prepared: PreparedEvaluation, run: PreparedRun, *, options: Option
     section = run.config.run.model_copy(update={"eval_prompts": asked.num_prompts})
     config = run.config.model_copy(update={"run": section})
     run = replace(run, config=config, rows=replace(rows, held_out=held_out))
-    found = {"held_out": _measure(run, first.checkpoint, options=options)}
+    measured = [_measure(run, first.checkpoint, options=options)]
     if not others:
-        return found | _trained_on(first, asked, new[: asked.num_prompts])
-    other = _measure_other(run, others[0], options=options)
-    return found | {"other": other, "left_out": len(keys) - len(new)}
+        trained_on = _trained_on(first, asked, new[: asked.num_prompts])
+        return MeasuredSides(measured=measured, left_out=None, trained_on=trained_on)
+    measured.append(_measure_other(run, others[0], options=options))
+    return MeasuredSides(measured=measured, left_out=len(keys) - len(new), trained_on=None)
 
 
-def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> dict[str, Any]:
-    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from), and
-    "reference": "own" where they are against the reference that this model started from.
-    """
+def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> Measured:
+    """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
     config = run.config
     with closing(load_row_method(run, options=options)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
@@ -244,16 +267,16 @@ def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> 
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
-        own = {"reference": "own"} if config.method == "dpo" and trainer.policy.has_reference else {}
-        return trainer.evaluate().metrics | own
+        own_reference = config.method == "dpo" and trainer.policy.has_reference
+        return Measured(trainer.evaluate().metrics, own_reference=own_reference)
 
 
-def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> dict[str, Any]:
+def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> Measured:
     """Measure another side on the rows of the first."""
     config = run.config
     if isinstance(side, Target):
         theirs = replace(run, config=measured_by(config, side.measured or side.config))
-        return {"target": side.name, "held_out": _measure(theirs, side.checkpoint, options=options)}
+        return _measure(theirs, side.checkpoint, options=options)
     if side is OwnSide.BASE:
         run = replace(run, config=base_of(config))
-    return {"target": side.path, "held_out": _measure(run, None, options=options)}
+    return _measure(run, None, options=options)

@@ -17,8 +17,9 @@ import tinyrl
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name
+from tinyrl.formatting import typeset_number
 from tinyrl.runs.records import to_float
-from tinyrl.text import one_line, typeset_number
+from tinyrl.text import one_line
 
 PICTURE = "report.png"  # of a run, copied beside the card
 

@@ -125,7 +125,8 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "a reward that takes messages for text": (REWARD.replace("NAME", "inside") + " environment.tools=[mine.py:add] "
                                               "model.path=tools", QUICK, 3, "completion[-1]['content']"),
     "a hole": (REWARD.replace("NAME", "inside"), QUICK, 3, "compare all of it"),
-    "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl", QUICK, 3, "docs/"),
+    "messages taken for text": (f"{REWARD.replace('NAME', 'inside')} task.data=chat.jsonl model.path=tools", QUICK, 3,
+                               "docs/"),
     "an argument that is no column": (REWARD.replace("NAME", "other"), QUICK, 2, "solution"),
     "no reply": (f"{ROWS} environment.name=mine.py:mute", QUICK, 3, "silent"),
     "failing rows": (f"{ROWS} environment.name=mine.py:half", QUICK, 3, "`half`"),
@@ -145,7 +146,7 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
     "sentiment-reward": (f"{SMALL} task.data=pairs.jsonl task.eval_data=null", FULL),
     "smollm2-sums-sft": (f"{SMALL} model.path=starter", FULL),
     REWARD.replace("NAME", "right"): ("", QUICK),
-    REWARD.replace("NAME", "message"): ("task.data=chat.jsonl", QUICK),
+    REWARD.replace("NAME", "message"): ("task.data=chat.jsonl model.path=tools", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:brief"}]').replace("NAME", "right"): ("", QUICK),  # by their sum
     f"{ROWS} environment.name=mine.py:game": ("", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:tokens","weight":0.1}]').replace("NAME", "right"): ("", QUICK),

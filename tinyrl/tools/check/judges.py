@@ -6,10 +6,11 @@ from contextlib import closing
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Row
+from tinyrl.formatting import format_number
 from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.runs.finding import Finding
 from tinyrl.tasks import Task
-from tinyrl.text import escape_control, format_number
+from tinyrl.text import escape_control
 from tinyrl.tools.check.section import CheckSection
 
 

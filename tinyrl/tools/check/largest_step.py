@@ -13,6 +13,7 @@ import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed
+from tinyrl.formatting import format_bytes, format_seconds
 from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.checks import ordinary_ids
@@ -25,7 +26,6 @@ from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.text import format_bytes, format_seconds
 from tinyrl.tools.check.offline import check_memory
 from tinyrl.tools.check.policy import Trial
 from tinyrl.tools.check.section import CheckSection

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
+from tinyrl.formatting import format_bytes
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import json_object
 from tinyrl.tasks import load_task
-from tinyrl.text import format_bytes
 from tinyrl.tools.check.reward import has_environment
 from tinyrl.tools.check.section import CheckSection
 

@@ -20,7 +20,8 @@ from tinyrl.config.advice import longer_responses
 from tinyrl.config.schema import Config
 from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
 from tinyrl.evaluation.statistics import grouped
-from tinyrl.numbers import mean, numbers
+from tinyrl.formatting import format_number, format_seconds
+from tinyrl.nan import mean, numbers
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
@@ -28,7 +29,7 @@ from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, to_float
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
-from tinyrl.text import format_number, format_seconds, one_line
+from tinyrl.text import one_line
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.section import CheckSection
 

@@ -20,7 +20,8 @@ from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_completion, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
-from tinyrl.numbers import mean
+from tinyrl.formatting import format_number
+from tinyrl.nan import mean
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
 from tinyrl.rewards.scores import MAX_FAILED_SHARE
@@ -28,7 +29,7 @@ from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import format_number, one_line
+from tinyrl.text import one_line
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.workers.values import RowResults
 

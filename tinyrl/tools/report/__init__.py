@@ -21,12 +21,13 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 
 from tinyrl import __version__
+from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs import records
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.metrics import meaning_of
 from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
-from tinyrl.text import Excerpt, excerpt, format_seconds, name_unseen, one_line, typeset_number
+from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
 from tinyrl.tools.report.panels import Panel, RunGroup, cells, group_runs, overlaid, panels_of
 

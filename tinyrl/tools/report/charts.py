@@ -21,8 +21,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from tinyrl.formatting import short_power, typeset_number
 from tinyrl.runs.records import subsample
-from tinyrl.text import one_line, short_power, typeset_number
+from tinyrl.text import one_line
 from tinyrl.tools.report.panels import FEWEST_TO_SMOOTH, Panel, bar_spans, cells, smoothed
 
 with patch.dict(os.environ, {"MPLBACKEND": "agg", "MATPLOTLIBRC": os.devnull}):  # the user's may name what is not here

@@ -13,10 +13,11 @@ from statistics import fmean, median
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
+from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
 from tinyrl.runs.records import Points, RunRecords, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
-from tinyrl.text import format_seconds, one_line, typeset_number
+from tinyrl.text import one_line
 
 COLUMNS = 3
 MOST_RUNS = 8  # more colours cannot be told apart
