@@ -24,10 +24,12 @@ COUNTS = ("num_prompts", "num_samples", "dropped", "trained_on", "left_out")  # 
 
 def evaluate(
     words: list[str] = settings_argument("runs, checkpoints, models; settings over theirs", before="TARGET... "),
-    vs: str | None = typer.Option(None, help="what to compare with: as a target; of one also base, start, teacher"),
+    vs: str | None = typer.Option(
+        None, help="baseline: a run, checkpoint or model; for a single target also base, start or teacher"
+    ),
     task: str | None = typer.Option(None, help="another task than the run's"),
     data: str | None = typer.Option(None, metavar="FILE", help="rows in place of the held-out ones"),
-    split: Literal["eval", "train"] = typer.Option("eval", help="held-out prompts, or those of training (memorised?)"),
+    split: Literal["eval", "train"] = typer.Option("eval", help="evaluate on held-out or training prompts"),
     num_prompts: int = typer.Option(512, min=1, help="how many prompts"),
     samples: int = typer.Option(1, min=1, help="samples a prompt"),
     save_samples: str | None = typer.Option(None, metavar="FILE.jsonl", help="write the samples of both sides"),

@@ -21,7 +21,7 @@ OF_EXPORT: tuple[Rule, ...] = (Needs("--private", ("--push",), "it is about the 
 def export(
     run: str = typer.Argument(metavar="RUN|CHECKPOINT"),
     merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
-    dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
+    dtype: Dtype = typer.Option("auto", help="dtype of the merged model; auto: that of the base checkpoint"),
     output: str | None = typer.Option(None, metavar="FOLDER", help="default RUN/export/adapter, model or merged"),
     push: str | None = typer.Option(None, metavar="USER/NAME", help="upload the folder to the hub, with its card"),
     private: bool = typer.Option(False, "--private", help="with --push: the repository is private"),
@@ -67,7 +67,7 @@ def serve(
     target: Target,
     settings: list[str] | None = settings_argument("generation.*, task.chat_template_kwargs", default=None),
     port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free"),
-    host: str = typer.Option("127.0.0.1", help=f"other than this machine's own needs a key, in {KEY}"),
+    host: str = typer.Option("127.0.0.1", help=f"a non-local address requires an API key in {KEY}"),
     max_rows: int = typer.Option(32, min=1, max=4096, help="completions decoded at a time"),
     *,
     options: Options,

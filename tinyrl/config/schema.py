@@ -24,7 +24,7 @@ def _section(kind: type[sections.Section], description: str) -> Any:
 
 
 class Config(sections.Section):
-    """Everything a run is a function of. Sections that the method does not use keep their defaults and are not written.
+    """The whole configuration of a run. Sections that the method does not use keep their defaults and are not written.
 
     It is made by `derive`, which gives the settings that follow from others (a learning rate of LoRA or of full
     fine-tuning) their values, so that config.yaml holds every value. Two are equal if their settings are.

@@ -117,7 +117,7 @@ TURNS = OnlyIf(
 OBSERVES = OnlyIf(
     lambda config: config.environment.observes or (config.environment.agent is None and has_turns(config.task.name)),
     "environment.name or tools is given, or task.name is a task with turns and environment.agent is null",
-    why="no environment of tinyrl's answers a turn",
+    why="this run has no environment that replies to the policy",
 )
 OWN_POLICY = OnlyIf(
     lambda config: config.method != "distill",
@@ -175,7 +175,7 @@ class LoraSection(Section):
     )
     dropout: Annotated[Dropout, LORA] = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
     target_modules: Annotated[Modules, LORA, FRESH] = Field(
-        default="all-linear", description="modules that get an adapter"
+        default="all-linear", description="modules that get an adapter, such as [q_proj, v_proj]"
     )
 
 
@@ -343,7 +343,8 @@ class EnvironmentConfig(Section):
         default=256, description="tokens after which an observation is cut"
     )
     timeout_s: Annotated[PositiveFloat | None, TURNS] = Field(
-        default=None, description="of a tool call, cell, agent; null: 30, 5, 300"
+        default=None,
+        description="time limit in seconds; null: 30 per tool call, 5 per Python cell, 300 per agent episode",
     )
     corpus: Annotated[Text | None, Names("file", "server"), SEARCHES] = Field(
         default=None, description="search: a .jsonl or .parquet file, or a server's URL"

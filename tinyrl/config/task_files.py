@@ -1,7 +1,7 @@
-"""The tasks that ship, with the facts on which settings depend: those of environments count for tasks with turns alone.
+"""Facts about the built-in tasks that decide which settings have an effect.
 
-Nothing of a task may be imported here, so they are written down; tests/config/test_task_files.py compares them with the
-tasks.
+Environment settings have an effect only for tasks with turns. The configuration imports no task, so the facts are
+written down here; tests/config/test_task_files.py compares them with the tasks.
 """
 
 from __future__ import annotations

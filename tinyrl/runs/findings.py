@@ -152,7 +152,7 @@ def nonfinite_steps(run: RunRecords) -> Finding | None:
 
 
 def rewards_dropped(run: RunRecords) -> Finding | None:
-    """25 % of the completions or more have no reward."""
+    """At least 25 % of the completions got no reward."""
     shares = list[tuple[int, float]]()
     for step, line in run.steps.items():
         dropped = to_float(line.get("reward/dropped"))
@@ -420,7 +420,7 @@ def _one_up_another_down(
 
 
 def far_from_the_teacher(run: RunRecords) -> Finding | None:
-    """The teacher gives the policy's tokens 5 % or less."""
+    """The teacher's (geometric) mean probability of the policy's tokens is below 5 %."""
     points = run.finite("teacher/logprob")
     logprob = recent(points)
     if len(points) < FEWEST_STEPS or not logprob < -3:

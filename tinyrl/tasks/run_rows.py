@@ -1,5 +1,4 @@
-"""The rows of a run: those of its task, or of task.data, which are read, made rows of the kind that its method learns
-from, checked, split and cut.
+"""Read the rows of a run (its task's, or task.data), convert them for its method, check and split them.
 
 Rows are checked one by one before anything is trained, so a bad one is reported with its file and line.
 """

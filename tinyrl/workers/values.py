@@ -83,9 +83,10 @@ def _commented_score(value: Any) -> tuple[tuple[float | None, str], str]:
 
 
 def as_score(value: Any) -> tuple[float | None, str]:
-    """Return a number, or a row of one number, as a float, or None and what it is instead.
+    """Return (score, problem): the score as a float, or None and what is wrong with the value.
 
-    None means "does not apply". True and False are 1 and 0; NumPy and torch values are the numbers they hold.
+    None is a valid score: the reward does not apply. A list of one number is that number, True and False are 1 and 0,
+    and NumPy and torch values are the numbers they hold.
     """
     number: Any = value.tolist() if hasattr(value, "tolist") else value
     number = number[0] if isinstance(number, list) and len(number) == 1 else number
