@@ -221,7 +221,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return int(peak.split()[1]) * 1024 / 1e9
 
 
-# ---- random generators of Python, NumPy and torch, as JSON and tensors: for dropout and users' code ----
+# ---- random generators of Python, NumPy and torch, as JSON and tensors: for dropout and user code ----
 
 
 def seed_generators(seed: int) -> None:

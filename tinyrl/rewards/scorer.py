@@ -77,7 +77,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of the rewards of a run. on_main: rank 0 calls it, since it is a person's code or a judge."""
+    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge."""
 
     name: str
     weight: float

@@ -100,7 +100,7 @@ class Display:
         self._status = ""
 
     def note(self, text: str) -> None:
-        """Print a line that stays: a warning, a choice made. Notes quote prompts and users' code."""
+        """Print a line that stays: a warning, a choice made. Notes quote prompts and user code."""
         if not self.silent:
             text = escape_control(mask_url(text))
             self._write(f"{CLEAR}{text}\n{self._status}" if self._live else f"{text}\n")

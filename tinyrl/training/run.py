@@ -59,7 +59,7 @@ MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at
 
 
 class SourceFile(BaseModel):
-    """A file that a run has read; module: as a person's code has imported it."""
+    """A file that a run has read; module: as user code has imported it."""
 
     bytes: int
     modified: int  # nanoseconds

@@ -1,4 +1,4 @@
-"""Results of a call, one value a row, and the checks of what a person's function returned.
+"""Results of a call, one value per row, and the checks of what a user function returned.
 
 Imported in the worker and in the run: only the standard library.
 """
@@ -114,7 +114,7 @@ def message_of(error: BaseException) -> str:
     """Return an exception's message; none of one that cannot be turned into text."""
     try:
         return str(error)
-    except BaseException:  # noqa: BLE001 people's code may raise anything, in __str__ too
+    except BaseException:  # noqa: BLE001 user code may raise anything, in __str__ too
         return ""
 
 
