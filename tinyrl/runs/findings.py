@@ -457,8 +457,8 @@ def kl_blow_up(run: RunRecords) -> Finding | None:
     advised = 2 * present or 0.02
     return Finding(
         name="KL blow-up",
-        what=f"The KL to the reference is {kl:.3g} nats a response ({per_token:.2g} a token): the text is no longer "
-        "that of the model it started from.",
+        what=f"The KL to the reference is {kl:.3g} nats per response ({per_token:.2g} per token): the text is no "
+        "longer that of the model it started from.",
         change=f"Hold it closer: {section}.kl_coef={advised:.3g}.",
         figures={"kl": kl, "kl_per_token": per_token},
     )
@@ -474,7 +474,7 @@ def entropy_collapse(run: RunRecords) -> Finding | None:
     reward = recent(run.finite("reward/mean"))
     return Finding(
         name="entropy collapse",
-        what=f"The entropy has fallen from {start:.3g} to {now:.2g} nats a token, with the reward at {reward:.3g}: "
+        what=f"The entropy has fallen from {start:.3g} to {now:.2g} nats per token, with the reward at {reward:.3g}: "
         "samples hardly differ, so nothing better can be found.",
         change=f"Keep some of it, from an earlier checkpoint on: {method_of(run)}.entropy_coef=0.01.",
         figures={"entropy_start": start, "entropy": now, "reward": reward},

@@ -1,4 +1,4 @@
-"""The progress display of a run: one line a step on standard error, and in a terminal a status line below them.
+"""The progress display of a run: one line per step on standard error, and in a terminal a status line below them.
 
 A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
 """

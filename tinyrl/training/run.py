@@ -177,7 +177,7 @@ class StepMetrics:
                 total[1] += 1
 
     def line(self, **measured: float) -> dict[str, Any]:
-        """Return all metrics, with `measured`, tokens a second, and times: of each phase, and in all without the
+        """Return all metrics, with `measured`, tokens per second, and times: of each phase, and in all without the
         evaluation. `time/other` is what belongs to no phase, such as the advantages.
         """
         phases = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")

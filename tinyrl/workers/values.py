@@ -26,9 +26,9 @@ class RowFailure:
 
 @dataclass
 class RowResults:
-    """Results of a call, one value a row.
+    """Results of a call, one value per row.
 
-    values      one a row: a score, a reply, a text. None (of a score in the run: NaN) where there is none or it failed
+    values      one per row: a score, a reply, a text. None (of a score in the run: NaN) if there is none or it failed
     failures    rows that failed, with the reason
     comments    a text for each score; empty if the function gave none
     slowest     (seconds, row) of the slowest row, if rows were timed
