@@ -242,7 +242,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict | list | tuple | int | float | None):
         try:
             value = json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError):  # keys that are no text; a list that holds itself
+        except (TypeError, ValueError):  # keys that are not text; a list that holds itself
             value = without_addresses(str(value))
     else:
         value = without_addresses(str(value))

@@ -189,7 +189,7 @@ class Scorer:
         return other
 
     def forget(self) -> None:
-        """Forget the completions since `metrics` was last asked, as those of an evaluation are no training step's."""
+        """Forget the completions since `metrics` was last asked, as those of an evaluation do not belong to a step."""
         self._slowest = 0.0
         self._respaced = 0
         self._completions = 0
