@@ -133,7 +133,7 @@ def is_address(url: str) -> bool:
     try:
         parts = urllib.parse.urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, half a bracket
+    except ValueError:  # a port that is not a number, half a bracket
         return False
 
 

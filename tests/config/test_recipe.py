@@ -166,7 +166,7 @@ def test_overrides_are_laid_over_and_read_as_yaml():
         ("grpo", "reward.functions=[{use: 'a.py:f', wait: 2}]", "`reward.functions[0].weight`"),
         # wrong values, with what is allowed
         ("grpo", "run.micro_batch_tokens=0", "must be auto or a whole number from 1"),
-        ("grpo", "lora.target_modules=[1]", "all-linear or a list of text"),
+        ("grpo", "lora.target_modules=[1]", "all-linear or a list of strings"),
         ("grpo", "lora.dropout=2", "at least 0 and below 1"),
         ("grpo", "reward.functions=[{}]", "`reward.functions[0].use` is missing"),
         ("grpo", "grpo.preset=dappo", "`dapo`"),
@@ -597,4 +597,4 @@ def test_a_range_and_a_list_are_named_in_plain_words() -> None:
     rank = {"type": "integer", "minimum": 1, "maximum": 16384}
     assert allowed(rank) == "a whole number from 1 to 16384"
     assert allowed({"type": "array", "items": rank}) == "a list of whole numbers from 1 to 16384"
-    assert allowed({"type": "array", "items": {"type": "string"}}) == "a list of text"
+    assert allowed({"type": "array", "items": {"type": "string"}}) == "a list of strings"

@@ -88,7 +88,7 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) 
 def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
     """Leave one out: A[i] = s[i] - mean_{j != i} s[j] = n / (n - 1) * (s[i] - mean(group)), n the valid scores.
 
-    RLOO (2402.14740) section 3. Shapes, NaN scores and groups without spread are as in `group_advantages`.
+    RLOO (2402.14740) section 3. Shapes, NaN scores and groups with equal rewards are as in `group_advantages`.
     """
     groups, valid, mean, varied = _by_group(scores, group_size)
     count = valid.sum(dim=1, keepdim=True)
@@ -97,7 +97,8 @@ def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
 
 @torch.no_grad()
 def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, scale: AdvantageScale = "std") -> Tensor:
-    """Compare each reward with its group on its own, so that none drowns in another's spread: GDPO (2601.05242).
+    """Compare each reward with its group on its own, so that a large variance of one does not hide another: GDPO
+    (2601.05242).
 
         A[i] = sum_k w[k] A_k[i],   A_k = group_advantages(s[:, k]);   the result is A[i] / (std(A) + 1e-4)
 

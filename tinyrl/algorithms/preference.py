@@ -43,7 +43,7 @@ def ipo_loss(*logprobs: Tensor, beta: float, denominator: float | None = None) -
 
     IPO (2310.12036) Eq. 17; beta is its tau. Reward: beta (log p - log q), so a pair is learnt at a margin of 1/2.
     With summed log-probabilities this is the equation as it stands. With means over the response's tokens it is TRL's
-    `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats a token.
+    `ipo`, by whose account the paper's authors confirmed them: 1 / (2 beta) is then in nats per token.
     logprobs: the four of `dpo_loss`.
     """
     chosen, rejected = _rewards(*logprobs, beta=beta)

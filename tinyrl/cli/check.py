@@ -29,18 +29,24 @@ OF_CHECK: tuple[Rule, ...] = (
 
 
 def check(
-    words: list[str] = settings_argument("as for `tinyrl train`; recipes name a method", before="[METHOD] [RECIPE] "),
-    quick: bool = typer.Option(False, "--quick", help="stop before a weight is loaded"),
-    offline: bool = typer.Option(False, "--offline", help="arithmetic alone, for this machine or --memory"),
+    words: list[str] = settings_argument(
+        "as for `tinyrl train`; a recipe names its method", before="[METHOD] [RECIPE] "
+    ),
+    quick: bool = typer.Option(False, "--quick", help="check only rows, reward and tokenizer; load no weights"),
+    offline: bool = typer.Option(
+        False, "--offline", help="only estimate memory and disk, for this machine or --memory"
+    ),
     memory: str | None = typer.Option(
-        None, metavar="GB", help="with --offline: GPU memory of another machine, such as 24"
+        None, metavar="GB", help="with --offline: GPU memory of another machine in GB, such as 24"
     ),
-    prompts: int = typer.Option(64, min=1, help="most training prompts to sample from"),
-    samples: int | None = typer.Option(None, min=2, help="completions of each; default: a group, at least 8"),
+    prompts: int = typer.Option(64, min=1, help="maximum number of training prompts to sample from"),
+    samples: int | None = typer.Option(None, min=2, help="completions per prompt; default: a group, at least 8"),
     minutes: float = typer.Option(
-        2.0, min=0.01, help="for sampling and the largest step: what takes longer is left out"
+        2.0, min=0.01, help="time limit for sampling and the largest step; parts that would take longer are skipped"
     ),
-    write: str | None = typer.Option(None, metavar="ROWS.jsonl", help="write the rows there, with a column pass_rate"),
+    write: str | None = typer.Option(
+        None, metavar="ROWS.jsonl", help="write the rows to this file, with a column pass_rate"
+    ),
     json_output: Json = False,
     *,
     options: Options,
@@ -82,7 +88,7 @@ def check(
     return page.exit_code(found)
 
 
-def doctor(run: str = typer.Argument(metavar="RUN", help="a run's folder"), json_output: Json = False) -> None:
+def doctor(run: str = typer.Argument(metavar="RUN", help="folder of the run"), json_output: Json = False) -> None:
     """Diagnose a run by its metrics: what is wrong, what to change."""
     opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)

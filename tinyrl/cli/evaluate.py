@@ -25,22 +25,28 @@ COUNTS = ("num_prompts", "num_samples", "dropped")  # not in the table
 
 
 def evaluate(
-    words: list[str] = settings_argument("runs, checkpoints, models; settings over theirs", before="TARGET... "),
-    vs: str | None = typer.Option(None, help="what to compare with: as a target; of one also base, start, teacher"),
-    task: str | None = typer.Option(None, help="another task than the run's"),
-    data: str | None = typer.Option(None, metavar="FILE", help="rows in place of the held-out ones"),
-    split: Literal["eval", "train"] = typer.Option("eval", help="held-out prompts, or those of training (memorised?)"),
-    num_prompts: int = typer.Option(512, min=1, help="how many prompts"),
-    samples: int = typer.Option(1, min=1, help="samples a prompt"),
-    save_samples: str | None = typer.Option(None, metavar="FILE.jsonl", help="write the samples of both sides"),
+    words: list[str] = settings_argument(
+        "runs, checkpoints or models, and settings that replace theirs", before="TARGET... "
+    ),
+    vs: str | None = typer.Option(
+        None, help="baseline: a run, checkpoint or model; for a single target also base, start or teacher"
+    ),
+    task: str | None = typer.Option(None, help="evaluate on this task instead of the run's"),
+    data: str | None = typer.Option(None, metavar="FILE", help="evaluate on these rows instead of the held-out ones"),
+    split: Literal["eval", "train"] = typer.Option("eval", help="evaluate on held-out or training prompts"),
+    num_prompts: int = typer.Option(512, min=1, help="maximum number of prompts"),
+    samples: int = typer.Option(1, min=1, help="samples per prompt"),
+    save_samples: str | None = typer.Option(
+        None, metavar="FILE.jsonl", help="write the samples of both sides to this file"
+    ),
     json_output: Json = False,
     *,
     options: Options,
 ) -> None:
     """Evaluate runs, checkpoints or models on held-out prompts, or a reward model on held-out rows.
 
-    One target: its numbers, with --vs beside another's, paired by prompt. Several policies: one table of reward, KL,
-    length and win rates against --vs, all judged alike.
+    One target: its metrics and, with --vs, those of a baseline, paired by prompt. Several policies: one table of
+    reward, KL, length and win rates against --vs, all judged in the same way.
     """
     from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation  # with the tasks: not for --help
     from tinyrl.evaluation.targets import Asked

@@ -44,10 +44,10 @@ def settings_argument(help: str, *, before: str = "", default: Any = ...) -> Any
 
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="run Python code of a hub model")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="allow a model to run its own Python code")]
 Debug = Annotated[bool, typer.Option("--debug", help="show a traceback with an error")]
 SHARED: dict[str, tuple[Any, Any]] = {
-    "device": (Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="where to run")], "auto"),
+    "device": (Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="device to run on")], "auto"),
     "trust_remote_code": (TrustRemoteCode, False),
 }
 

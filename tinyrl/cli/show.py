@@ -26,8 +26,10 @@ OF_SHOW: tuple[Rule, ...] = (
 
 
 def report(
-    runs: list[str] = typer.Argument(metavar="RUN...", help="one run, or several in one set of charts"),
-    output: str | None = typer.Option(None, metavar="FOLDER", help="of several runs: where; default beside the first"),
+    runs: list[str] = typer.Argument(metavar="RUN...", help="a run, or several to compare in one set of charts"),
+    output: str | None = typer.Option(
+        None, metavar="FOLDER", help="with several runs: where to write the report; default: beside the first run"
+    ),
 ) -> None:
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     from tinyrl.tools.report import write_overlay, write_report  # with jinja2
@@ -41,15 +43,29 @@ def report(
 
 def show(
     run: str = typer.Argument(metavar="RUN"),
-    samples: bool = typer.Option(False, "--samples", help="samples of the last step; see the options below"),
-    prompts: bool = typer.Option(False, "--prompts", help="training prompts: never solved, always solved, forgotten"),
-    step: int | None = typer.Option(None, min=0, help="samples of this step"),
-    kind: Literal["train", "eval", "eval-greedy"] | None = typer.Option(None, help="samples of training, or held-out"),
-    worst: bool = typer.Option(False, "--worst", help="samples with the lowest rewards"),
-    unsolved: bool = typer.Option(False, "--unsolved", help="samples of prompts that none solves (task.solved_reward)"),
-    prompt: int | None = typer.Option(None, min=0, metavar="I", help="samples of prompt I: at --step, or step by step"),
-    num: int | None = typer.Option(None, min=1, help="how many samples (4), or prompts of each outcome (10)"),
-    export_hard: str | None = typer.Option(None, metavar="FILE.jsonl", help="write rows never solved, or forgotten"),
+    samples: bool = typer.Option(
+        False, "--samples", help="show samples of the last step; the options below select others"
+    ),
+    prompts: bool = typer.Option(
+        False, "--prompts", help="show training prompts that were never solved, always solved, or forgotten"
+    ),
+    step: int | None = typer.Option(None, min=0, help="show samples of this step"),
+    kind: Literal["train", "eval", "eval-greedy"] | None = typer.Option(
+        None, help="show samples of training or of held-out prompts"
+    ),
+    worst: bool = typer.Option(False, "--worst", help="show the samples with the lowest rewards"),
+    unsolved: bool = typer.Option(
+        False, "--unsolved", help="show samples of prompts that no sample solves (task.solved_reward)"
+    ),
+    prompt: int | None = typer.Option(
+        None, min=0, metavar="I", help="show samples of prompt I, at --step or one per step"
+    ),
+    num: int | None = typer.Option(
+        None, min=1, help="number of samples (default: 4), or of prompts per outcome (default: 10)"
+    ),
+    export_hard: str | None = typer.Option(
+        None, metavar="FILE.jsonl", help="write the rows that were never solved, or forgotten, to this file"
+    ),
     json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
@@ -78,8 +94,10 @@ def show(
 
 
 def list_names(
-    what: Literal["settings", "recipes", "tasks"] = typer.Argument(help="settings, recipes or tasks"),
-    name: str | None = typer.Argument(None, metavar="[SECTION|RECIPE]", help="settings of a section, or a recipe's"),
+    what: Literal["settings", "recipes", "tasks"] = typer.Argument(help="what to list"),
+    name: str | None = typer.Argument(
+        None, metavar="[SECTION|RECIPE]", help="list only the settings of this section or recipe"
+    ),
 ) -> None:
     """List settings (name, default, meaning, type), recipes or tasks."""
     if what == "settings":

@@ -20,11 +20,15 @@ OF_EXPORT: tuple[Rule, ...] = (Needs("--private", ("--push",), "it is about the 
 
 def export(
     run: str = typer.Argument(metavar="RUN|CHECKPOINT"),
-    merge: bool = typer.Option(False, "--merge", help="one model, the adapter merged into its base"),
-    dtype: Dtype = typer.Option("auto", help="of a whole model; auto: as the base's files"),
-    output: str | None = typer.Option(None, metavar="FOLDER", help="default RUN/export/adapter, model or merged"),
-    push: str | None = typer.Option(None, metavar="USER/NAME", help="upload the folder to the hub, with its card"),
-    private: bool = typer.Option(False, "--private", help="with --push: the repository is private"),
+    merge: bool = typer.Option(False, "--merge", help="write one model, with the adapter merged into its base"),
+    dtype: Dtype = typer.Option("auto", help="dtype of the merged model; auto: that of the base checkpoint"),
+    output: str | None = typer.Option(
+        None, metavar="FOLDER", help="folder to write; default: RUN/export/adapter, model or merged"
+    ),
+    push: str | None = typer.Option(
+        None, metavar="USER/NAME", help="upload the folder to the hub, with its model card"
+    ),
+    private: bool = typer.Option(False, "--private", help="with --push: make the repository private"),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
@@ -48,11 +52,13 @@ def announce_loading(target: str) -> None:
 
 def chat(
     target: Target,
-    settings: list[str] | None = settings_argument("settings of task, generation, environment, reward", default=None),
+    settings: list[str] | None = settings_argument(
+        "settings of task, generation, environment and reward", default=None
+    ),
     *,
     options: Options,
 ) -> None:
-    """Talk to a policy or a model: answers as they are written, with the reward they would get."""
+    """Chat with a policy or a model: it streams each answer, and can show the reward of the last one."""
     from tinyrl.evaluation.targets import policy_at  # with the tasks: not for --help
 
     found = policy_at(target, settings or [])
@@ -65,10 +71,12 @@ def chat(
 
 def serve(
     target: Target,
-    settings: list[str] | None = settings_argument("generation.*, task.chat_template_kwargs", default=None),
-    port: int = typer.Option(8000, min=0, max=65535, help="0: any that is free"),
-    host: str = typer.Option("127.0.0.1", help=f"other than this machine's own needs a key, in {KEY}"),
-    max_rows: int = typer.Option(32, min=1, max=4096, help="completions decoded at a time"),
+    settings: list[str] | None = settings_argument(
+        "settings of generation, and task.chat_template_kwargs", default=None
+    ),
+    port: int = typer.Option(8000, min=0, max=65535, help="port to listen on; 0: any free port"),
+    host: str = typer.Option("127.0.0.1", help=f"a non-local address requires an API key in {KEY}"),
+    max_rows: int = typer.Option(32, min=1, max=4096, help="maximum completions decoded at a time"),
     *,
     options: Options,
 ) -> None:

@@ -33,13 +33,17 @@ def train(
     words: list[str] | None = settings_argument(
         f"{or_list([*METHODS])}; a recipe, by path or name", before="METHOD [RECIPE] ", default=None
     ),
-    name: str | None = typer.Option(None, help="name of the run; default METHOD-TASK-N"),
-    output_dir: str | None = typer.Option(None, help="where run folders are made; default runs (--from: beside RUN)"),
-    overwrite: bool = typer.Option(False, "--overwrite", help="replace a run of that name"),
-    resume: str | None = typer.Option(None, metavar="RUN", help="resume a run, with its own settings"),
-    origin: str | None = typer.Option(None, "--from", metavar="RUN[@STEP]", help="start from a checkpoint of a run"),
-    allow_config_change: bool = typer.Option(False, "--allow-config-change", help="with --resume: settings may differ"),
-    until: int | None = typer.Option(None, min=1, metavar="STEP", help="stop after this step, with a checkpoint"),
+    name: str | None = typer.Option(None, help="name of the run; default: METHOD-TASK-N"),
+    output_dir: str | None = typer.Option(None, help="parent of the run's folder; default: runs (--from: beside RUN)"),
+    overwrite: bool = typer.Option(False, "--overwrite", help="replace an existing run of the same name"),
+    resume: str | None = typer.Option(None, metavar="RUN", help="resume this run with its own settings"),
+    origin: str | None = typer.Option(
+        None, "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint of this run"
+    ),
+    allow_config_change: bool = typer.Option(
+        False, "--allow-config-change", help="with --resume: allow changed settings, data or code"
+    ),
+    until: int | None = typer.Option(None, min=1, metavar="STEP", help="stop after this step and save a checkpoint"),
     *,
     options: Options,
 ) -> Callable[[], int] | None:

@@ -316,7 +316,7 @@ TABLE = (
         "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size",
         setting(
             "grpo.num_prompts",
-            ": per_device_train_batch_size x gradient_accumulation_steps completions an optimizer step = "
+            ": per_device_train_batch_size x gradient_accumulation_steps completions per optimizer step = "
             "num_prompts x group_size",
         ),
         read=batch_size,
@@ -509,7 +509,9 @@ TABLE = (
     ),
     Foreign(
         "normalize_reward",
-        cannot_be_set("scores of a reward model are centred when it is saved, and not divided by their spread"),
+        cannot_be_set(
+            "scores of a reward model are centred when it is saved, and not divided by their standard deviation"
+        ),
     ),
     Foreign(
         "reward_clip_range", cannot_be_set("rewards are not clipped, but for what a function of reward.functions does")
@@ -535,7 +537,7 @@ TABLE = (
     Foreign("remove_unused_columns", not_needed("all columns of a row reach the reward")),
     Foreign(
         "deepspeed fsdp fsdp_config ddp_find_unused_parameters zero_stage",
-        not_needed("a run is one process a GPU, with whole weights in each"),
+        not_needed("a run is one process per GPU, with whole weights in each"),
     ),
 )
 

@@ -73,7 +73,10 @@ def base_of(config: Config) -> Config:
 
 
 def teacher_of(config: Config) -> Config:
-    """Return the configuration that samples from a run's teacher. Raises ValueError where it is no adapter or model."""
+    """Return the configuration that samples from a run's teacher.
+
+    Raises ValueError if the teacher is not an adapter or a model.
+    """
     path = config.teacher.path
     kind = config.teacher.kind
     if not config.uses("teacher") or path is None or kind not in ("adapter", "model"):

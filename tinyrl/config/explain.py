@@ -20,7 +20,7 @@ from tinyrl.text import did_you_mean, join_truncated, truncate
 
 MOST_SENTENCES = 3
 UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names of problems
-MOST_NAMES = 60  # unknown ones that are answered, one a line
+MOST_NAMES = 60  # unknown ones that are answered, one per line
 FUNCTION = re.compile(r"[\w./-]+:\w+")  # FILE.py:FUNCTION, where YAML needs no quotes
 
 

@@ -80,7 +80,7 @@ class OnPolicySection(Section):
 
 
 # Settings of GRPO and PPO with defaults of their own, for which a preset may have other values.
-NumEpochs = Annotated[Epochs, Field(description="passes over one rollout")]
+NumEpochs = Annotated[Epochs, Field(description="passes over each rollout")]
 MinibatchSize = Annotated[Positive | None, Field(description="sequences per optimizer step; null: the whole rollout")]
 KlCoef = Annotated[NonNegativeFloat, Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")]
 KlEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="k1: KL in the reward; k3 or k2: KL in the loss")]
@@ -116,35 +116,38 @@ class GrpoConfig(PolicyGradientSection):
     ] = Field(default="dapo", description="default values of the fields in this section")
     group_size: GroupSize = Field(default=8, description="completions per prompt")
     surrogate: Surrogate = Field(
-        default="clip", description="clipped ratio of a token (PPO) or of the sequence (GSPO), or capped weight (CISPO)"
+        default="clip", description="clipped ratio per token (PPO) or per sequence (GSPO), or capped weight (CISPO)"
     )
     clip_eps: Annotated[Rate, CLIPS] = Field(default=0.2, description="the ratio is clipped below at 1 - clip_eps")
     reward_aggregation: Literal["sum", "normalize-then-sum"] = Field(
-        default="sum", description="compare the sum of the rewards with the group, or each reward by itself (GDPO)"
+        default="sum", description="normalize the sum of the rewards in the group, or each reward separately (GDPO)"
     )
     advantage: Advantage = Field(
         default="group",
-        description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group then batch",
+        description="baseline: group mean, leave-one-out (RLOO), batch (REINFORCE++), or group, then batch",
     )
     advantage_scale: Annotated[Scale, GROUPED] = Field(
-        default="std", description="divide advantages by the group's standard deviation, the batch's, or not (Dr. GRPO)"
+        default="std",
+        description="divide advantages by the standard deviation of group or batch, or by nothing (Dr. GRPO)",
     )
     clip_eps_high: Annotated[PositiveFloat, CLIPS] = Field(
         default=0.28, description="the ratio is clipped above at 1 + clip_eps_high"
     )
     kl_estimator: Annotated[KlEstimator, GRPO_KL] = "k3"
     kl_unbiased: Annotated[bool, GRPO_KL] = Field(
-        default=False, description="weigh k3 in the loss by the ratio: the gradient of the reverse KL, also off policy"
+        default=False,
+        description="weigh k3 in the loss by the ratio, for the gradient of the reverse KL also off policy",
     )
     aggregation: Aggregation = Field(
-        default="token", description="token mean (DAPO), mean of sequence means (GRPO) or sums, or sum / max_new_tokens"
+        default="token",
+        description="loss: token mean (DAPO), mean of sequence means (GRPO) or sums, sum / max_new_tokens",
     )
     importance_correction: Mismatch = Field(
         default="token", description="importance weights for inexact sampling: capped (TIS), masked, or none"
     )
     dynamic_sampling_rounds: Rounds = Field(
         default=0,
-        description="most rounds of fresh prompts for groups without spread; what remains of them is not learnt from",
+        description="maximum rounds that replace groups with equal rewards by fresh prompts; the rest is left out",
     )
 
 
@@ -164,25 +167,29 @@ class PpoConfig(PolicyGradientSection):
         default=None, description="adapt kl_coef to this KL, in nats per response (Ziegler et al.); null: fixed kl_coef"
     )
     value_coef: Annotated[NonNegativeFloat, SHARED_CRITIC] = Field(
-        default=0.1, description="weight of the value loss under critic.kind=shared"
+        default=0.1, description="weight of the value loss with critic.kind=shared"
     )
     ptx_coef: NonNegativeFloat = Field(default=0.0, description="weight of the loss on ptx_data (InstructGPT's ptx)")
     ptx_data: Annotated[Text | None, Names("rows"), LEARNS_PTX] = Field(
-        default=None, description="rows of text as sft reads them: a file, or a hub name"
+        default=None, description="rows of text, as for sft: a file, or a hub name"
     )
 
-    whiten_advantages: bool = Field(default=True, description="advantages of a step have mean 0 and variance 1")
+    whiten_advantages: bool = Field(
+        default=True, description="normalize the advantages of a step to mean 0 and variance 1"
+    )
 
 
 class DistillConfig(OnPolicySection):
     on_policy_fraction: Share = Field(
-        default=1.0, description="share of prompts with sampled answers; others use given ones"
+        default=1.0, description="share of prompts whose answers are sampled; for the others the rows' answers are used"
     )
 
 
 class SftConfig(Section):
     batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
-    loss_on: Literal["completion", "all"] = Field(default="completion", description="the answer's tokens, or all")
+    loss_on: Literal["completion", "all"] = Field(
+        default="completion", description="tokens in the loss: those of the answers, or all"
+    )
 
 
 class RewardModelConfig(Section):
@@ -190,14 +197,22 @@ class RewardModelConfig(Section):
 
 
 class DpoConfig(Section):
-    loss: PairLoss = Field(default="sigmoid", description="DPO; IPO by tokens (as TRL) or summed; KTO; ORPO; SimPO")
-    beta: PositiveFloat = Field(default=0.1, description="DPO's beta (IPO: tau, ORPO: lambda); 0.1, for simpo 2")
-    label_smoothing: Annotated[Smoothing, SIGMOID] = Field(default=0.0, description="share of wrong labels (cDPO)")
+    loss: PairLoss = Field(
+        default="sigmoid", description="loss: DPO (sigmoid), IPO per token (as TRL) or summed, KTO, ORPO or SimPO"
+    )
+    beta: PositiveFloat = Field(
+        default=0.1, description="beta of DPO (tau of IPO, lambda of ORPO); default 0.1, for simpo 2"
+    )
+    label_smoothing: Annotated[Smoothing, SIGMOID] = Field(
+        default=0.0, description="assumed share of wrong labels (cDPO)"
+    )
     target_margin: Annotated[NonNegativeFloat, SIMPO] = Field(
-        default=1.0, description="SimPO's gamma: target reward margin"
+        default=1.0, description="target reward margin (gamma of SimPO)"
     )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
-    max_tokens: Positive | None = Field(default=None, description="of prompt and answer together; null: by the model")
+    max_tokens: Positive | None = Field(
+        default=None, description="maximum tokens of prompt and answer together; null: the model's context length"
+    )
 
     @property
     def needs_reference(self) -> bool:

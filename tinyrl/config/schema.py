@@ -24,7 +24,7 @@ def _section(kind: type[sections.Section], description: str) -> Any:
 
 
 class Config(sections.Section):
-    """Everything a run is a function of. Sections that the method does not use keep their defaults and are not written.
+    """The whole configuration of a run. Sections that the method does not use keep their defaults and are not written.
 
     It is made by `derive`, which gives the settings that follow from others (a learning rate of LoRA or of full
     fine-tuning) their values, so that config.yaml holds every value. Two are equal if their settings are.
@@ -35,8 +35,8 @@ class Config(sections.Section):
     method: MethodName = Field(description="training method")
     model: sections.ModelConfig = _section(sections.ModelConfig, "the base model")
     lora: sections.LoraSection = _section(sections.LoraSection, "low-rank adapters on the frozen base")
-    reference: sections.ReferenceConfig = _section(sections.ReferenceConfig, "reference policy of the KL")
-    critic: sections.CriticConfig = _section(sections.CriticConfig, "the value function of PPO")
+    reference: sections.ReferenceConfig = _section(sections.ReferenceConfig, "reference policy for the KL")
+    critic: sections.CriticConfig = _section(sections.CriticConfig, "value function of PPO")
     teacher: sections.TeacherConfig = _section(sections.TeacherConfig, "teacher of a distillation")
     task: sections.TaskConfig = _section(sections.TaskConfig, "prompts, and where rows come from")
     reward: sections.RewardConfig = _section(sections.RewardConfig, "reward of a completion")

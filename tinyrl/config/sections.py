@@ -117,7 +117,7 @@ TURNS = OnlyIf(
 OBSERVES = OnlyIf(
     lambda config: config.environment.observes or (config.environment.agent is None and has_turns(config.task.name)),
     "environment.name or tools is given, or task.name is a task with turns and environment.agent is null",
-    why="no environment of tinyrl's answers a turn",
+    why="this run has no environment that replies to the policy",
 )
 OWN_POLICY = OnlyIf(
     lambda config: config.method != "distill",
@@ -155,16 +155,18 @@ ON_SERVER = OnlyIf(
 
 class ModelConfig(Section):
     path: Annotated[Text, Names("model", run=FULL_POLICY)] = Field(
-        default="starter", description="folder with safetensors, hub name, or embedded: starter, lookup"
+        default="starter", description="folder with safetensors, hub name, or embedded model (starter, lookup)"
     )
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub model; null: the newest")
-    dtype: Dtype = Field(default="auto", description="of weights and autocast; auto: bfloat16 on a GPU, else float32")
+    dtype: Dtype = Field(
+        default="auto", description="dtype of weights and autocast; auto: bfloat16 on a GPU, else float32"
+    )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     quantization: Literal["4bit"] | None = Field(default=None, description="load the frozen base in 4 bits; needs LoRA")
     adapter: Annotated[Text | None, Names("model", run=ADAPTER_POLICY)] = Field(
         default=None, description="LoRA adapter to start from; a frozen copy is the reference"
     )
-    random_init: bool = Field(default=False, description="random weights by run.seed: training from scratch")
+    random_init: bool = Field(default=False, description="start from random weights (run.seed), to train from scratch")
 
 
 class LoraSection(Section):
@@ -175,34 +177,40 @@ class LoraSection(Section):
     )
     dropout: Annotated[Dropout, LORA] = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
     target_modules: Annotated[Modules, LORA, FRESH] = Field(
-        default="all-linear", description="modules that get an adapter"
+        default="all-linear", description="modules that get an adapter, such as [q_proj, v_proj]"
     )
 
 
 class ReferenceConfig(Section):
-    kind: Literal["auto", "none"] = Field(default="auto", description="auto: the initial policy, frozen")
+    kind: Literal["auto", "none"] = Field(
+        default="auto", description="auto: the frozen initial policy; none: no reference"
+    )
 
 
 class CriticConfig(Section):
-    kind: CriticKind | None = Field(default=None, description="its architecture; null: adapter with LoRA, or separate")
-    path: Annotated[Text | None, Names("model", run=WITH_VALUES)] = Field(
-        default=None, description="ppo or reward run, or model, to start from; null: model.path"
+    kind: CriticKind | None = Field(
+        default=None, description="architecture of the critic; null: adapter with LoRA, else separate"
     )
-    warmup_steps: NonNegative = Field(default=1, description="number of first steps that train only the critic")
+    path: Annotated[Text | None, Names("model", run=WITH_VALUES)] = Field(
+        default=None, description="ppo run, reward run or model that the critic starts from; null: model.path"
+    )
+    warmup_steps: NonNegative = Field(default=1, description="number of steps at the start that train only the critic")
 
 
 class TeacherConfig(Section):
     path: Annotated[Text | None, Names("model", "server", "self", "start", run=ANY_POLICY), LEARNS] = Field(
-        default=None, description="teacher: a run, adapter, model or server, or self or start"
+        default=None,
+        description="teacher: a run, adapter, model or server; self or start: the policy, now or as it began",
     )
     hint: Annotated[Text | None, LEARNS] = Field(
-        default=None, description="extra text for the teacher only, such as 'Answer: {answer}'"
+        default=None, description="extra text that only the teacher reads, such as 'Answer: {answer}'"
     )
     divergence: Annotated[Share, LEARNS] = Field(
-        default=1.0, description="0: forward KL, 1: reverse KL, between: Jensen-Shannon"
+        default=1.0, description="divergence from the teacher; 0: forward KL, 1: reverse KL, between: Jensen-Shannon"
     )
     top_k: Annotated[Positive | None, LEARNS] = Field(
-        default=None, description="distil on its top-k tokens and one bucket for the rest; null: full vocabulary"
+        default=None,
+        description="distil on the teacher's top-k tokens and one bucket for the rest; null: full vocabulary",
     )
     kl_coef: Annotated[NonNegativeFloat, OWN_POLICY] = Field(
         default=0.0, description="weight of the teacher loss in grpo and ppo"
@@ -224,10 +232,10 @@ class TeacherConfig(Section):
 
 class TaskConfig(Section):
     name: Annotated[Text | None, Names("task", "code")] = Field(
-        default=None, description="a task of `tinyrl list tasks`, or FILE.py:TASK; null: `rows`, your own rows"
+        default=None, description="task: one of `tinyrl list tasks`, or FILE.py:TASK; null: `rows`, your own rows"
     )
     data: Annotated[Text | None, Names("rows")] = Field(
-        default=None, description="rows: a file, save_to_disk folder, or owner/name:config@split"
+        default=None, description="rows: a file, a folder of save_to_disk, or owner/name:config@split"
     )
     eval_data: Annotated[Text | None, Names("rows")] = Field(
         default=None, description="held-out rows; null: a tenth of the prompts of task.data"
@@ -235,51 +243,58 @@ class TaskConfig(Section):
     revision: Text | None = Field(default=None, description="commit, tag or branch of a hub data set; null: the newest")
     columns: dict[str, str] = Field(default_factory=dict, description="columns to rename, as {new: old}")
     system_prompt: Annotated[str | None, NO_AGENT] = Field(
-        default=None, description="put before every prompt; replaces the data's own"
+        default=None, description="system message of every prompt; replaces that of the data"
     )
     max_samples: Positive | None = Field(default=None, description="maximum number of rows of each split")
-    chat: Literal["auto"] | bool = Field(default="auto", description="apply the chat template; auto: if there is one")
+    chat: Literal["auto"] | bool = Field(
+        default="auto", description="apply the model's chat template; auto: if it has one"
+    )
     chat_template_kwargs: Annotated[Variables, TEMPLATED] = Field(
-        default_factory=dict, description="its variables, such as {enable_thinking: false}"
+        default_factory=dict, description="variables of the chat template, such as {enable_thinking: false}"
     )
     on_overlong_prompt: Literal["error", "drop"] = Field(
-        default="error", description="refuse too long ones, or leave out"
+        default="error", description="refuse a run with a prompt that is too long, or drop the prompt"
     )
     sampler: Annotated[Literal["uniform", "difficulty"], SAMPLES] = Field(
-        default="uniform", description="prompts in epochs; difficulty: those whose pass rate is near a half more often"
+        default="uniform",
+        description="uniform: prompts in epochs; difficulty: prompts with a pass rate near 0.5 more often",
     )
     solved_reward: Annotated[Weight, SAMPLES] = Field(
-        default=1.0, description="reward of a solved prompt, for sampler and teacher.hint"
+        default=1.0, description="reward from which a prompt counts as solved, for sampler and teacher.hint"
     )
     grading: Literal["task", "math"] = Field(
-        default="task", description="the task's verifier, or math-verify for formulas"
+        default="task", description="task: the task's verifier; math: math-verify, for formulas"
     )
 
 
 class RewardFunctionConfig(Section):
     use: Annotated[Text, Names("code", "judge")] = Field(description="FILE.py:FUNCTION, or judge")
-    weight: Weight = Field(default=1.0, description="weight of its score in the sum")
+    weight: Weight = Field(default=1.0, description="weight of the score in the sum")
     url: Annotated[Text | None, Names("server")] = Field(
-        default=None, description="judge: OpenAI endpoint, http://127.0.0.1:8000/v1"
+        default=None, description="judge: URL of its OpenAI endpoint, such as http://127.0.0.1:8000/v1"
     )
     model: Text | None = Field(default=None, description="judge: name of the model")
     rubric: Annotated[Text | None, Names("file")] = Field(
-        default=None, description="judge: text file; {column} inserts the row's value"
+        default=None, description="judge: text file with the rubric; {column} inserts the row's value"
     )
-    mode: Literal["score", "rank"] = Field(default="score", description="judge: score each answer, or rank a group")
+    mode: Literal["score", "rank"] = Field(
+        default="score", description="judge: score each answer, or rank the answers of a group"
+    )
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
-        default=[0.0, 10.0], description="judge: worst and best score; the reward is 0 to 1"
+        default=[0.0, 10.0], description="judge: worst and best score, which become rewards of 0 and 1"
     )
     key_env: Text | None = Field(default=None, description="judge: environment variable with the API key")
     max_tokens: Positive = Field(default=1024, description="judge: maximum tokens of a reply")
-    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="judge: concurrent requests")
+    max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=16, description="judge: maximum number of concurrent requests"
+    )
     cache: Annotated[Text | None, Names("file", made=True)] = Field(
         default=None, description="judge: cache file; null: ~/.cache/tinyrl/judge.sqlite"
     )
     max_requests: Positive | None = Field(
-        default=None, description="judge: most requests of a run; one that may need more is refused"
+        default=None, description="judge: maximum requests of a run; a run that may need more is refused"
     )
-    allow_weak: bool = Field(default=False, description="judge: train even if gold answers do not score best")
+    allow_weak: bool = Field(default=False, description="judge: train even if reference answers do not score best")
 
     @property
     def is_judge(self) -> bool:
@@ -307,15 +322,21 @@ class RewardFunctionConfig(Section):
 
 
 class RewardConfig(Section):
-    functions: list[RewardFunctionConfig] = Field(default_factory=list, description="instead of the task's verifier")
+    functions: list[RewardFunctionConfig] = Field(
+        default_factory=list, description="reward functions and judges, instead of the task's verifier"
+    )
     model: Annotated[Text | None, Names("model", run=REWARD_RUN)] = Field(
-        default=None, description="a classifier, or a run of `tinyrl train reward`"
+        default=None, description="reward model: a classifier, or a run of `tinyrl train reward`"
     )
     model_label: Annotated[int | str | None, SCORED_BY_MODEL] = Field(
         default=None, description="index or name of the label whose score counts"
     )
-    timeout_s: PositiveFloat = Field(default=60.0, description="seconds a call of the reward functions may take")
-    truncated: Truncated = Field(default="keep", description="cut-off completions: keep, leave out, or subtract 1")
+    timeout_s: PositiveFloat = Field(
+        default=60.0, description="time limit of a call of the reward functions, in seconds"
+    )
+    truncated: Truncated = Field(
+        default="keep", description="truncated completions: keep, mask in the loss, or penalize by subtracting 1"
+    )
     overlong_tokens: NonNegative = Field(default=0, description="DAPO's soft penalty over the last N tokens; 0: none")
 
     @property
@@ -326,27 +347,30 @@ class RewardConfig(Section):
 
 class EnvironmentConfig(Section):
     name: Annotated[Text | None, Names("code", *BUILT_IN_ENVIRONMENTS)] = Field(
-        default=None, description="search, python or FILE.py:NAME; null: the task's own"
+        default=None, description="environment: search, python or FILE.py:NAME; null: the task's own"
     )
     tools: list[Annotated[Text, Names("code")]] = Field(
-        default_factory=list, description="FILE.py:FUNCTION of tools that the model may call"
+        default_factory=list, description="tools that the model may call, each as FILE.py:FUNCTION"
     )
     agent: Annotated[Text | None, Names("code")] = Field(
-        default=None, description="FILE.py:FUNCTION that plays episodes by URL"
+        default=None, description="agent that plays episodes over an OpenAI-compatible URL: FILE.py:FUNCTION"
     )
-    max_concurrency: Annotated[int, Field(ge=1, le=1024), AGENT] = Field(default=8, description="concurrent agents")
+    max_concurrency: Annotated[int, Field(ge=1, le=1024), AGENT] = Field(
+        default=8, description="maximum number of concurrent agents"
+    )
     max_call_tokens: Annotated[Positive | None, AGENT] = Field(
-        default=None, description="maximum tokens of one call of an agent; null: generation.max_new_tokens / max_turns"
+        default=None, description="maximum tokens per call of an agent; null: generation.max_new_tokens / max_turns"
     )
-    max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns of an episode")
+    max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns per episode")
     max_observation_tokens: Annotated[Positive, OBSERVES] = Field(
-        default=256, description="tokens after which an observation is cut"
+        default=256, description="maximum tokens of an observation; a longer one is cut"
     )
     timeout_s: Annotated[PositiveFloat | None, TURNS] = Field(
-        default=None, description="of a tool call, cell, agent; null: 30, 5, 300"
+        default=None,
+        description="time limit in seconds; null: 30 per tool call, 5 per Python cell, 300 per agent episode",
     )
     corpus: Annotated[Text | None, Names("file", "server"), SEARCHES] = Field(
-        default=None, description="search: a .jsonl or .parquet file, or a server's URL"
+        default=None, description="search: a .jsonl or .parquet file, or the URL of a server"
     )
     top_k: Annotated[int, Field(ge=1, le=100), SEARCHES] = Field(default=3, description="search: passages per query")
 
@@ -371,15 +395,21 @@ class EnvironmentConfig(Section):
 
 
 class GenerationConfig(Section):
-    max_new_tokens: Positive = Field(default=256, description="maximum tokens of a completion, without observations")
+    max_new_tokens: Positive = Field(
+        default=256, description="maximum tokens of a completion, not counting observations"
+    )
     max_prompt_tokens: Positive = Field(default=1024, description="maximum tokens of a prompt")
-    temperature: Temperature = Field(default=1.0, description="sampling temperature, also of all log-probabilities")
+    temperature: Temperature = Field(
+        default=1.0, description="sampling temperature, also used for all log-probabilities"
+    )
     top_p: TopP = Field(default=1.0, description="nucleus sampling; 1: off")
     top_k: NonNegative = Field(default=0, description="top-k sampling; 0: off")
-    stop: Annotated[list[Text], NO_AGENT] = Field(default_factory=list, description="stop strings")
-    engine: Engine = Field(default="auto", description="sampling engine: tinyrl's, transformers', or a server")
+    stop: Annotated[list[Text], NO_AGENT] = Field(default_factory=list, description="strings that end a completion")
+    engine: Engine = Field(
+        default="auto", description="sampling engine: tinyrl's (fused), transformers' (hf), or a vLLM server"
+    )
     url: Annotated[Text | None, Names("server"), ON_SERVER] = Field(
-        default=None, description="vLLM server on this machine: http://127.0.0.1:8000"
+        default=None, description="URL of a vLLM server on this machine, such as http://127.0.0.1:8000"
     )
     server_sleep: Annotated[bool, ON_SERVER] = Field(
         default=False, description="put a server on the same GPU to sleep between rollouts"
@@ -388,39 +418,51 @@ class GenerationConfig(Section):
 
 
 class OptimConfig(Section):
-    optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32- or 8-bit state")
-    learning_rate: LearningRate | None = Field(default=None, description="of the policy; null: LoRA 5e-5, full 1e-6")
+    optimizer: Literal["adamw", "adamw8bit"] = Field(default="adamw", description="AdamW, with 32-bit or 8-bit state")
+    learning_rate: LearningRate | None = Field(
+        default=None, description="learning rate of the policy; null: 5e-5 with LoRA, else 1e-6"
+    )
     critic_learning_rate: Annotated[LearningRate | None, HAS_CRITIC] = Field(
-        default=None, description="null: LoRA 1e-4, full 1e-5"
+        default=None, description="learning rate of the critic; null: 1e-4 with LoRA, else 1e-5"
     )
     schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
     warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradient clipping: maximum norm, for each role")
+    max_grad_norm: PositiveFloat = Field(
+        default=1.0, description="gradient clipping: maximum norm, for policy and critic separately"
+    )
 
 
 class RunConfig(Section):
     num_steps: Annotated[Positive, COUNTS_STEPS] = Field(
-        default=200, description="steps of the run: rollout and update, or one batch"
+        default=200, description="number of steps; a step is a rollout with its update, or one batch"
     )
     epochs: Annotated[float, Field(gt=0, le=1_000_000)] | None = Field(
         default=None, description="passes over the training rows, rounded up to whole steps; null: num_steps"
     )
     seed: Seed = Field(default=0, description="seed of all random numbers")
-    micro_batch_tokens: AutoOrCount = Field(default="auto", description="tokens of a forward-backward pass; auto: fits")
-    eval_every: NonNegative = Field(default=25, description="evaluate every N steps; always first and last")
+    micro_batch_tokens: AutoOrCount = Field(
+        default="auto", description="tokens per forward-backward pass; auto: as many as fit in memory"
+    )
+    eval_every: NonNegative = Field(
+        default=25, description="evaluate every N steps, and always at the start and the end"
+    )
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: no evaluation")
-    save_every: Annotated[NonNegative, OnlyKeeps()] = Field(default=25, description="save every N steps; always last")
+    save_every: Annotated[NonNegative, OnlyKeeps()] = Field(
+        default=25, description="save a checkpoint every N steps, and always at the end"
+    )
     keep_checkpoints: Annotated[Positive, OnlyKeeps()] = Field(
-        default=3, description="checkpoints to keep, beside the best"
+        default=3, description="number of latest checkpoints to keep, besides the best"
     )
-    deterministic: bool = Field(default=False, description="deterministic kernels on a GPU, at a cost in speed")
+    deterministic: bool = Field(default=False, description="use deterministic kernels on a GPU, which are slower")
     kernels: Literal["auto", "plain"] = Field(
-        default="auto", description="auto: on a GPU, faster ones that a trial finds as exact; plain: never"
+        default="auto", description="auto: try faster kernels on a GPU and use those that are as exact; plain: do not"
     )
-    threads: AutoOrCount = Field(default="auto", description="CPU threads; auto: by the model's width and the cores")
+    threads: AutoOrCount = Field(
+        default="auto", description="number of CPU threads; auto: by the model's width and the cores"
+    )
     trackers: Annotated[list[Tracker], OnlyKeeps()] = Field(
-        default_factory=list, description="experiment trackers beside metrics.jsonl"
+        default_factory=list, description="experiment trackers that get the metrics, besides metrics.jsonl"
     )
     log_completions: Annotated[bool, TRACKED, OnlyKeeps()] = Field(
         default=False, description="upload the completions of each evaluation as a table to wandb and trackio"

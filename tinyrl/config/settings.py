@@ -83,7 +83,7 @@ def words_of(kind: Kind, *, brief: bool = False) -> list[str]:
         return ["a mapping"]
     if kind["type"] == "array":
         item = allowed(kind["items"], brief=brief)
-        items = re.sub(r"^a (whole )?number", r"\1numbers", item)
+        items = "strings" if item == "text" else re.sub(r"^a (whole )?number", r"\1numbers", item)
         return [f"a list of {items}"]
     bounds = [name for name in LIMITS if name in kind and not (brief and abs(kind[name]) >= FAR)]
     limits = " and ".join(f"{LIMITS[name]} {kind[name]}" for name in bounds)

@@ -1,7 +1,7 @@
-"""The tasks that ship, with the facts on which settings depend: those of environments count for tasks with turns alone.
+"""Facts about the built-in tasks that decide which settings have an effect.
 
-Nothing of a task may be imported here, so they are written down; tests/config/test_task_files.py compares them with the
-tasks.
+Environment settings have an effect only for tasks with turns. The configuration imports no task, so the facts are
+written down here; tests/config/test_task_files.py compares them with the tasks.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ SHIPPED = {  # by the names of their files
 
 
 def has_turns(name: str | None) -> bool:
-    """Return whether a task has replies between turns; a person's own (FILE.py:TASK) may have some."""
+    """Return whether a task has replies between turns; a user task (FILE.py:TASK) may have some."""
     return is_own(name) or (name in SHIPPED and SHIPPED[name].has_turns)
 
 
 def searches(name: str | None) -> bool:
-    """Return whether a task's replies are those of a search; a person's own may be."""
+    """Return whether a task's replies are those of a search; those of a user task may be."""
     return is_own(name) or (name in SHIPPED and SHIPPED[name].environment == "search")
 
 
 def is_own(name: str | None) -> bool:
-    """Return whether a name is of a person's own task, FILE.py:TASK."""
+    """Return whether a name is of a user task, FILE.py:TASK."""
     return name is not None and ".py:" in name

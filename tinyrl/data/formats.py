@@ -87,7 +87,7 @@ class Format:
         return row.get(self.column) is not None
 
     def prompt(self, row: Row) -> Any:
-        """Return what rows of the same prompt have in common, of a row without a column `prompt`."""
+        """Return the grouping key of a row without a column `prompt`."""
         return row[self.column]
 
     def read(self, row: Row) -> tuple[Prompt | None, Side]:
@@ -156,7 +156,7 @@ KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.
 
 
 def shared_prompt(row: Row) -> Any:
-    """Return what rows of the same prompt have in common, so that a held-out split keeps them together: the prompt, the
+    """Return the prompt as grouping key; a held-out split keeps rows with the same key together. It is the prompt, the
     messages before the first turn of the assistant, the common beginning of a pair, or the text.
     """
     if row.get("prompt") is not None:
@@ -199,7 +199,7 @@ class RowKind:
         raise NotImplementedError
 
     def prompt(self, row: Row) -> Any:
-        """Return what rows of the same prompt have in common."""
+        """Return the prompt as grouping key."""
         return shared_prompt(row)
 
     def unread(self, row: Row) -> list[str]:
@@ -553,7 +553,7 @@ def _system_apart(messages: list[Message]) -> tuple[list[Message], list[Message]
 
 
 def _texts(messages: list[Message]) -> list[tuple[str, str, Any]]:
-    """Return what two ways to write the same messages have in common."""
+    """Return messages in a normal form: equal for two ways to write the same conversation."""
     return [(message["role"], message["content"].strip(), message.get("tool_calls")) for message in messages]
 
 

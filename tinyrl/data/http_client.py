@@ -30,7 +30,7 @@ from tinyrl.text import MASK, truncate
 POLL_S = 0.2  # between two checks for a signal
 MOST_BODY = 1 << 25  # bytes of an answer
 LEAST_SECRET = 4  # characters of a password or key that is masked: a shorter one would mask pieces of words
-LEAST_VALUE = 8  # of a value in an address, which may be no secret at all
+LEAST_VALUE = 8  # of a value in an address, which may not be a secret at all
 
 Result = TypeVar("Result")
 

@@ -115,7 +115,7 @@ class Call:
             self.episode.was_cut = self.limited and self.sequence.finish_reason == "length"
 
     def _note(self, message: Message, known: ClientInput | None) -> None:
-        """Write the call and its answer into the record of the conversation; text that is no chat is the user's."""
+        """Write the call and its answer into the record of the conversation; plain text is a message of the user."""
         dialogue = self.conversation.dialogue
         if known is not None and known.messages is not None:
             dialogue.messages = [*known.messages]

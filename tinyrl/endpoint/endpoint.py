@@ -269,7 +269,7 @@ class Endpoint:
         return [rendered.tokens]
 
     async def _text(self, answer: LiveAnswer) -> list[list[int]]:
-        """Encode the prompts of a request that is no chat. Raises ValueError if that cannot be done."""
+        """Encode the prompts of a request that is not a chat. Raises ValueError if that cannot be done."""
         body = answer.body
         if not body.prompts:
             raise ValueError("the prompt is empty")

@@ -1,4 +1,4 @@
-"""Agents that only know an address: a person's function plays an episode against an OpenAI endpoint.
+"""Agents that only know an address: a user function plays an episode against an OpenAI endpoint.
 
 It gets the row, `base_url`, `api_key` and `model` (those that it takes) and returns a text, or JSON; rewards judge it.
 Several run at a time, each in a process of its own; one that raises, hangs or dies fails its episode alone, and

@@ -1,4 +1,4 @@
-"""The environment of a run: people's code in a worker process, tinyrl's own in this one, behind one call.
+"""The environment of a run: user code in a worker process, tinyrl's own in this one, behind one call.
 
 A built-in environment is a module of this room and a name in config.sections.BUILT_IN_ENVIRONMENTS. It has
 `opened(config, length=)`, `STOP`, and ASKS: a turn that is answered, with {words} of a question.
@@ -25,7 +25,7 @@ from tinyrl.workers.values import RowFailure, RowResults, check_values, is_score
 
 class Environment:
     """What an episode is played with: replies between the policy's turns (`Replies`), or agents that call the policy
-    (environments/agent.py). State: worker processes of a person's code.
+    (environments/agent.py). State: worker processes of user code.
     """
 
     noun: str = "environment"  # for messages, before its name
@@ -41,7 +41,7 @@ class Environment:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Load a person's code now. Raises ValueError if it does not load."""
+        """Load user code now. Raises ValueError if it does not load."""
 
     def close(self) -> None:
         for worker in self.workers:
@@ -57,7 +57,7 @@ class Environment:
 
 
 class Replies(Environment):
-    """Answers the policy between its turns. State: a worker process if the code is a person's.
+    """Answers the policy between its turns. State: a worker process for user code.
 
     built_in: "search" or "python" where that answers, else None. Known after `start`: schemas, of tools as a chat
     template takes them; rewards; has_openings: whether it writes something before the first turn, and then all
@@ -76,7 +76,7 @@ class Replies(Environment):
         worker: WorkerFunction | None = None,
     ) -> None:
         """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `worker`: where `respond`
-        is called, if it is a person's; `length`: tokens of a text.
+        is called, if it is user code; `length`: tokens of a text.
 
         Raises ValueError for code that is not there, and a built-in environment that cannot be opened.
         """
@@ -90,7 +90,7 @@ class Replies(Environment):
         self._respond = respond
         self.schemas: list[dict[str, Any]] | None = None
         self.has_openings = False
-        self.workers = []  # one if the code is a person's
+        self.workers = []  # one for user code
         self._close: Callable[[], None] | None = None
         own = [config.name] if config.name and config.name not in BUILT_IN_ENVIRONMENTS else []
         functions = config.tools or own
@@ -113,7 +113,7 @@ class Replies(Environment):
         elif worker is not None:
             self.workers = [worker]
             self._respond = None
-        if self._respond is not None:  # a person's code says so itself when it is called
+        if self._respond is not None:  # user code says so itself when it is called
             parameters = inspect.signature(self._respond).parameters.values()
             self.needed_columns = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 

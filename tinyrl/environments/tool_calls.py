@@ -140,7 +140,7 @@ def _begin(tools: Tools, call: ToolCall) -> Any:
         return _failed(f"{call.name}: {error}")
     try:
         return tools[call.name](**arguments)
-    except Exception as error:  # noqa: BLE001 people's code may raise anything, and the policy reads it
+    except Exception as error:  # noqa: BLE001 user code may raise anything, and the policy reads it
         return error
     except BaseException as error:  # of a tool that would end the process of all episodes
         if is_ours(error):
@@ -154,7 +154,7 @@ def _reply_of(value: Any) -> Reply:
         return value
     try:
         return Reply(text_of(value))
-    except Exception as error:  # noqa: BLE001 people's code may raise anything, in __str__ and in tolist too
+    except Exception as error:  # noqa: BLE001 user code may raise anything, in __str__ and in tolist too
         return _raised(error)
 
 
@@ -242,7 +242,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, dict | list | tuple | int | float | None):
         try:
             value = json.dumps(value, ensure_ascii=False, default=_plain)
-        except (TypeError, ValueError):  # keys that are no text; a list that holds itself
+        except (TypeError, ValueError):  # keys that are not text; a list that holds itself
             value = without_addresses(str(value))
     else:
         value = without_addresses(str(value))

@@ -1,4 +1,4 @@
-"""Services of a person's environment in its worker process: a function, tools, or a class; replies are checked.
+"""Services of a user environment in its worker process: a function, tools, or a class; replies are checked.
 
     def weather(city: str) -> str:
         \"\"\"What the weather is like.

@@ -4,7 +4,7 @@
     1. if the policy's weights have changed, load its adapter there under a new name
     2. then score four of its completions by our own forward pass: numbers of another model are refused at the start,
        and a gap beyond the first stops the run
-    3. send one request a completion: token ids in, token ids and log-probabilities out
+    3. send one request per completion: token ids in, token ids and log-probabilities out
 
 The server has other kernels and often another dtype, so `exact` is False: trainers rescore the tokens that it sampled
 and weigh the difference. A completion's seed is the key of its random numbers.

@@ -25,7 +25,7 @@ WIDE = 256
 THREAD_WIDTH = 64  # hidden size from which a layer is worth more than one thread, and for each thread
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}  # run.micro_batch_tokens=auto; on a GPU until one was measured
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits in a chunk, on a GPU at least: 16 and 128 MB in float32
-CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: from there on its products are no better shaped
+CHUNK_TOKENS = 2048  # of a chunk on a GPU at most: larger ones are not better shaped for its products
 CHUNK_SHARE = 1 / 16  # of a GPU's free memory that a chunk's matrices may take
 LOGIT_BYTES = 3 * 4  # of a logit in float32: itself, its exponential and its gradient
 SHARED_POOL = (0, 0)  # id of the allocator's pool for tensors outside of CUDA graphs
@@ -221,7 +221,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return int(peak.split()[1]) * 1024 / 1e9
 
 
-# ---- random generators of Python, NumPy and torch, as JSON and tensors: for dropout and users' code ----
+# ---- random generators of Python, NumPy and torch, as JSON and tensors: for dropout and user code ----
 
 
 def seed_generators(seed: int) -> None:

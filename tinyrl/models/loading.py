@@ -169,8 +169,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, *, revision
 
 def read_config(resolved: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
     """Read config.json. Raises ValueError where it names native code of a repository, a number of positions or a size
-    that is none, a dtype that no model computes in, or a part that is no configuration: the library reads those as they
-    are.
+    that is none, a dtype that no model computes in, or a part that is not a configuration: the library reads those
+    as they are.
     """
     for name, kernel in _kernels(written_config(resolved, revision=revision)):
         raise ValueError(f"{name} is {truncate(kernel)!r}, code of another repository; take a name without a slash")

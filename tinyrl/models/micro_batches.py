@@ -19,7 +19,9 @@ from tinyrl.models.parallel import ALONE, World
 from tinyrl.process.errors import out_of_memory
 from tinyrl.process.signals import check_stop, watched
 
-MOST_TOKENS = 32_768  # that a measurement may come to: more is no faster a token, but takes memory (docs/benchmarks.md)
+MOST_TOKENS = (
+    32_768  # that a measurement may come to: more is not faster per token, but takes memory (docs/benchmarks.md)
+)
 FIXED_LOGITS = 1 << 29  # of a micro-batch on a GPU whose runs are to give the same bits: 3,533 tokens of 151,936
 SHARE = 0.8  # of the free memory that a micro-batch may take
 

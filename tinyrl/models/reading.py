@@ -28,7 +28,7 @@ PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = False) -> str:
     """Return the folder of an embedded model (`starter`, `starter-reward`), a folder as it is, or a hub name.
 
-    Raises ValueError, with `key`, for a path that looks local and does not exist, and for a folder that is no whole
+    Raises ValueError, with `key`, for a path that looks local and does not exist, and for a folder that is not a whole
     model (nor an adapter, with `adapters`): without config.json, or with pickled weights only.
     """
     if (embedded := starter_path(path)) is not None:

@@ -60,7 +60,7 @@ class Interrupted(Stop):
 
 
 class CodeChanged(Interrupted):
-    """A person's file was edited after it was loaded, and it has to be loaded again."""
+    """A user's file was edited after it was loaded, and it has to be loaded again."""
 
 
 class ExplainedByCheck(ValueError):

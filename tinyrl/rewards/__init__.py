@@ -1,1 +1,1 @@
-"""Rewards of completions: users' functions in a process that can be killed, the tasks' own verifiers in ours."""
+"""Rewards of completions: user functions in a process that can be killed, the tasks' own verifiers in ours."""

@@ -1,4 +1,4 @@
-"""Reward functions: a person's in its worker process, or the verifier of a task."""
+"""Reward functions: user functions in their worker process, or the verifier of a task."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class FunctionReward(WorkerFunction):
 
 
 def verifier_of(task: Task, *, timeout_s: float) -> FunctionReward:
-    """Return the verifier of a task as a reward: a person's own, and one that may take any time (`task.grader`), in a
-    worker process; those that ship with tinyrl in this one.
+    """Return the verifier of a task as a reward. A user task's runs in a worker process, and so does one that may take
+    any time (`task.grader`); those that ship with tinyrl run in this one.
     """
     if task.grader is not None:
         return FunctionReward(task.grader, timeout_s=timeout_s, setting="task.grader")

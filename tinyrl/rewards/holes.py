@@ -24,7 +24,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.grading import first_number, last_number, marked_answer, normalised_text, numbers_equal, parse_number
 
 HIGH = 0.75  # share of the way from a row's lowest score to that of its right answer
-LEAST_SHARE = 0.25  # share of the rows in which a text must score high, so that it is no coincidence
+LEAST_SHARE = 0.25  # share of the rows in which a text must score high, so that it is not a coincidence
 FIELD = re.compile(r"\{(\w+)\}")
 HOLES = yaml.safe_load(Path(__file__).with_name("holes.yaml").read_text(encoding="utf-8"))
 Texts = list[str | None]  # a text for each row; None: not tried there

@@ -325,7 +325,7 @@ class JudgeReward:
             content = answer.choices[0].message.content
             if not isinstance(content, str):
                 raise TypeError("its message has no text")
-            content.encode()  # lone surrogates are no text
+            content.encode()  # raises for lone surrogates
             return without_secrets(content, self._secrets)
         except (TimeoutError, openai.APIConnectionError) as error:
             limit = f"reward.timeout_s={self.timeout_s:g}"
@@ -509,7 +509,7 @@ def order_of(value: Any, *, count: int) -> list[int] | None:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether a database is no database any more; locks and full disks have classes of their own."""
+    """Return whether a file is no longer a database; locks and full disks have classes of their own."""
     return type(error) is sqlite3.DatabaseError
 
 

@@ -78,7 +78,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of the rewards of a run. on_main: rank 0 calls it, since it is a person's code or a judge."""
+    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge."""
 
     name: str
     weight: float
@@ -190,7 +190,7 @@ class Scorer:
         return other
 
     def forget(self) -> None:
-        """Forget the completions since `metrics` was last asked, as those of an evaluation are no training step's."""
+        """Forget the completions since `metrics` was last asked, as those of an evaluation do not belong to a step."""
         self._slowest = 0.0
         self._respaced = 0
         self._completions = 0

@@ -13,7 +13,7 @@ JUDGED_ANSWERS = 4  # to each: the gold answer, another row's, nothing, nonsense
 
 
 def most_questions(mode: Literal["score", "rank"]) -> int:
-    """Return the most questions to a judge before step 1: one an answer, or in mode `rank` one a prompt."""
+    """Return the most questions to a judge before step 1: one per answer, or in mode `rank` one per prompt."""
     if mode == "rank":
         return TRIED_PROMPTS + JUDGED_ROWS
     return TRIED_PROMPTS * TRIED_ANSWERS + JUDGED_ROWS * JUDGED_ANSWERS

@@ -134,7 +134,7 @@ class Collector:
 
     @property
     def code_workers(self) -> list[WorkerFunction]:
-        """The functions that are people's code, and not judges."""
+        """The functions that are user code, and not judges."""
         return [function for function in self.workers if isinstance(function, WorkerFunction)]
 
     def keep_output(self, write: Callable[[str], None]) -> None:

@@ -92,7 +92,7 @@ def is_constant(run: RunRecords) -> bool:
 
 
 def kl_from_reference(run: RunRecords) -> float:
-    """Return the recent KL in nats a response; held out where training has none, the last value of few."""
+    """Return the recent KL in nats per response; held out where training has none, the last value of few."""
     points = run.finite("objective/kl") or run.finite("eval/kl")
     if not points:
         return math.nan
@@ -100,7 +100,7 @@ def kl_from_reference(run: RunRecords) -> float:
 
 
 def kl_per_token(run: RunRecords) -> float:
-    """Return the KL from the reference in nats a token, by the recent mean length."""
+    """Return the KL from the reference in nats per token, by the recent mean length."""
     return kl_from_reference(run) / max(recent(run.finite("completion/mean_length")), 1e-9)
 
 
@@ -132,7 +132,7 @@ def diverged(run: RunRecords) -> Finding | None:
 
 
 def nonfinite_steps(run: RunRecords) -> Finding | None:
-    """Three or more optimizer steps were lately skipped; three in a row stop a run."""
+    """At least three recent optimizer steps were skipped; three in a row stop a run."""
     counts = [(0, 0.0), *run.finite("optim/skipped_steps")]
     since, before = counts[-len(last_quarter(counts[1:])) - 1]
     now = counts[-1][1]
@@ -152,7 +152,7 @@ def nonfinite_steps(run: RunRecords) -> Finding | None:
 
 
 def rewards_dropped(run: RunRecords) -> Finding | None:
-    """25 % of the completions or more have no reward."""
+    """At least 25 % of the completions got no reward."""
     shares = list[tuple[int, float]]()
     for step, line in run.steps.items():
         dropped = to_float(line.get("reward/dropped"))
@@ -195,7 +195,9 @@ def environment_hardly_asked(run: RunRecords) -> Finding | None:
 
 
 def tools_fail(run: RunRecords) -> Finding | None:
-    """In 25 % of the turns or more (before training, held-out ones) a tool raised an exception of its own."""
+    """In at least 25 % of the turns (before training, held-out ones) a tool raised an exception other than
+    `ValueError`.
+    """
     place = "environment" if run.finite("environment/turns") else "eval/environment"
     errors = recent(run.finite(f"{place}/tool_errors"))
     turns = recent(run.finite(f"{place}/turns"))
@@ -213,7 +215,9 @@ def tools_fail(run: RunRecords) -> Finding | None:
 
 
 def train_up_held_out_down(run: RunRecords) -> Finding | None:
-    """The held-out reward is below its best by more than its interval, or the loss above; training's got better."""
+    """While training improved, the held-out reward fell below its best by more than its interval, or the held-out loss
+    rose above it.
+    """
     return _overfitted_reward(run) or _overfitted_loss(run)
 
 
@@ -293,7 +297,7 @@ def constant_reward(run: RunRecords) -> Finding | None:
 
 
 def zero_spread_groups(run: RunRecords) -> Finding | None:
-    """75 % of the groups or more have equal rewards, far from the top."""
+    """At least 75 % of the groups have equal rewards, far from the top."""
     share = recent(run.finite("reward/zero_spread_groups"))
     if not share >= 0.75 or is_near_top(run) or is_constant(run):
         return None
@@ -313,7 +317,7 @@ def zero_spread_groups(run: RunRecords) -> Finding | None:
 
 
 def reward_at_its_ceiling(run: RunRecords) -> Finding | None:
-    """90 % of the groups have no spread and are solved; without groups, a reward of 0.98 or hardly any spread."""
+    """90 % of the groups have equal rewards and are solved; without groups, the reward is 0.98 or hardly varies."""
     share = recent(run.finite("reward/zero_spread_groups"))
     reward = recent(run.finite("reward/mean"))
     std = recent(run.finite("reward/std"))
@@ -326,7 +330,8 @@ def reward_at_its_ceiling(run: RunRecords) -> Finding | None:
         return None
     return Finding(
         name="reward at its ceiling",
-        what=f"The reward is {reward:.3g} with a spread of {std:.2g}: there is hardly anything left to learn here.",
+        what=f"The reward is {reward:.3g} with a standard deviation of {std:.2g}: there is hardly anything left to "
+        "learn here.",
         change="Go on with harder prompts, or with task.sampler=difficulty, which draws solved ones seldom.",
         figures={"reward": reward, "reward_std": std},
     )
@@ -420,7 +425,7 @@ def _one_up_another_down(
 
 
 def far_from_the_teacher(run: RunRecords) -> Finding | None:
-    """The teacher gives the policy's tokens 5 % or less."""
+    """The teacher's (geometric) mean probability of the policy's tokens is below 5 %."""
     points = run.finite("teacher/logprob")
     logprob = recent(points)
     if len(points) < FEWEST_STEPS or not logprob < -3:
@@ -442,7 +447,7 @@ def far_from_the_teacher(run: RunRecords) -> Finding | None:
 
 
 def kl_blow_up(run: RunRecords) -> Finding | None:
-    """The policy is 10 nats a response and half a nat a token from its reference."""
+    """The policy is 10 nats per response and half a nat per token from its reference."""
     if not is_far_from_reference(run):
         return None
     kl = kl_from_reference(run)
@@ -452,8 +457,8 @@ def kl_blow_up(run: RunRecords) -> Finding | None:
     advised = 2 * present or 0.02
     return Finding(
         name="KL blow-up",
-        what=f"The KL to the reference is {kl:.3g} nats a response ({per_token:.2g} a token): the text is no longer "
-        "that of the model it started from.",
+        what=f"The KL to the reference is {kl:.3g} nats per response ({per_token:.2g} per token): the text is no "
+        "longer that of the model it started from.",
         change=f"Hold it closer: {section}.kl_coef={advised:.3g}.",
         figures={"kl": kl, "kl_per_token": per_token},
     )
@@ -469,7 +474,7 @@ def entropy_collapse(run: RunRecords) -> Finding | None:
     reward = recent(run.finite("reward/mean"))
     return Finding(
         name="entropy collapse",
-        what=f"The entropy has fallen from {start:.3g} to {now:.2g} nats a token, with the reward at {reward:.3g}: "
+        what=f"The entropy has fallen from {start:.3g} to {now:.2g} nats per token, with the reward at {reward:.3g}: "
         "samples hardly differ, so nothing better can be found.",
         change=f"Keep some of it, from an earlier checkpoint on: {method_of(run)}.entropy_coef=0.01.",
         figures={"entropy_start": start, "entropy": now, "reward": reward},
@@ -497,7 +502,7 @@ def length_creep(run: RunRecords) -> Finding | None:
 
 
 def truncation(run: RunRecords) -> Finding | None:
-    """20 % of the completions or more are cut at `generation.max_new_tokens`."""
+    """At least 20 % of the completions are cut at `generation.max_new_tokens`."""
     share = recent(run.finite("completion/truncated"))
     if not share >= 0.2:
         return None
@@ -544,7 +549,7 @@ def critic_explains_nothing(run: RunRecords) -> Finding | None:
 
 
 def mismatch(run: RunRecords) -> Finding | None:
-    """Log-probabilities of sampling and training are 0.05 a token apart (0.01 is normal in bfloat16), or 5 % of the
+    """Log-probabilities of sampling and training differ by 0.05 per token (0.01 is normal in bfloat16), or 5 % of the
     weights are capped.
     """
     gap = recent(run.finite("policy/sampling_gap"))
@@ -553,7 +558,7 @@ def mismatch(run: RunRecords) -> Finding | None:
         return None
     return Finding(
         name="mismatch",
-        what=f"Log-probabilities of sampling and of training differ by {gap:.2g} a token, and {capped:.0%} of the "
+        what=f"Log-probabilities of sampling and of training differ by {gap:.2g} per token, and {capped:.0%} of the "
         "weights that correct it are at their cap: the policy that learns is not the one that wrote.",
         change="Sample with the modules that train: generation.engine=hf.",
         figures={"sampling_gap": gap, "capped_weights": capped},

@@ -157,7 +157,7 @@ class FolderLock:
 
     def check(self) -> None:
         """Raise FolderLost where the path is no longer the folder that is held, or the lock no longer its lock; nothing
-        where no lock is held. A disk that does not answer is no reason: what is written next tells.
+        where no lock is held. A disk that does not answer is not a reason to raise: the next write will show it.
         """
         if self._lock is None or self.descriptor is None:
             return

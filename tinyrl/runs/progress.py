@@ -1,4 +1,4 @@
-"""The progress display of a run: one line a step on standard error, and in a terminal a status line below them.
+"""The progress display of a run: one line per step on standard error, and in a terminal a status line below them.
 
 A terminal that is gone (a closed window, a broken pipe) never stops a run: metrics.jsonl is the record.
 """
@@ -101,7 +101,7 @@ class Display:
         self._status = ""
 
     def note(self, text: str) -> None:
-        """Print a line that stays: a warning, a choice made. Notes quote prompts and users' code."""
+        """Print a line that stays: a warning, a choice made. Notes quote prompts and user code."""
         if not self.silent:
             text = escape_control(mask_url(text))
             self._write(f"{CLEAR}{text}\n{self._status}" if self._live else f"{text}\n")

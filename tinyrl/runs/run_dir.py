@@ -1,6 +1,6 @@
 """Write run folders: config.yaml, env.json, checkpoints/, and records (JSON lines).
 
-metrics.jsonl has a line a step, samples.jsonl completions, tokens.jsonl some of them token by token, prompts.jsonl
+metrics.jsonl has a line per step, samples.jsonl completions, tokens.jsonl some of them token by token, prompts.jsonl
 which training prompts were tried and solved, failed_rewards.jsonl completions without a reward; reward_output.log is
 what reward functions printed. The process that trains in a run holds the folder and its lock; records are opened in the
 folder that it holds, without following links.

@@ -1,5 +1,5 @@
 """Tasks, by name or file: one that ships is a file with its TASK, here or beside the embedded models (starter/); a
-person's own is file.py:TASK. The rows of a run, a task's own or the user's, are read in run_rows.py.
+user task is file.py:TASK. The rows of a run, a task's own or the user's, are read in run_rows.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def task_of(config: Config) -> Task:
 
 
 def load_task(name: str, *, grading: Literal["task", "math"] = "task") -> Task:
-    """Load a task of tinyrl, or a person's own from `file.py:TASK`, with its own verifier or graded as mathematics.
+    """Load a task of tinyrl, or a user task from `file.py:TASK`, with its own verifier or graded as mathematics.
 
     Raises ValueError for a task that does not exist or cannot be graded so, and if math-verify is missing.
     """

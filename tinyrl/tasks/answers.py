@@ -158,7 +158,7 @@ class NotContinuedError(ValueError):
 
 def thinking_variables(tokenizer: Tokenizer, variables: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the variables with each switch of thinking that the chat template names (enable_thinking, thinking) and
-    that they do not set, on and off. Of a name that is no variable of the template's they change nothing.
+    that they do not set, on and off. A name that is not a variable of the template changes nothing.
     """
     names = dict.fromkeys(re.findall(r"[A-Za-z_]*think(?:ing)?\b", str(tokenizer.chat_template)))
     switches = [name for name in names if name not in ("think", *variables)]

@@ -1,4 +1,4 @@
-"""A person's own task, FILE.py:TASK: its code runs in a worker process, and the run has its rows and their prompts."""
+"""A user task, FILE.py:TASK: its code runs in a worker process, and the run has its rows and their prompts."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class OwnCode:
 
 
 def own_task(name: str) -> Task:
-    """Load a person's own task from FILE.py:TASK, anew where its file, or one that it imports, has changed.
+    """Load a user task from FILE.py:TASK, anew where its file, or one that it imports, has changed.
 
     Raises ValueError if it is not there or does not load.
     """

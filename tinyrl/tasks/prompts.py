@@ -275,7 +275,7 @@ def render_prompts(
     for text, tokens in zip(texts, token_ids_of(tokenizer, texts), strict=True):
         opened = open_thinking(tokenizer, text[-200:])
         bos = [] if tokens[:1] == [tokenizer.bos_token_id] else added_around(tokenizer)[0]
-        is_empty = opened.split() == [THOUGHTS[0]]  # in a text of people's own only one that they open at its end
+        is_empty = opened.split() == [THOUGHTS[0]]  # in a user's text only one that it opens at its end
         rendered.append(Rendered(text, bos + tokens, opened if is_empty else ""))
     return rendered
 

@@ -37,7 +37,7 @@ def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
 
 
 def may_be_rewarded_by_environment(config: Config, task: Task) -> bool:
-    """Return whether replies may hold rewards: of a person's environment, or of the task's own."""
+    """Return whether replies may hold rewards: of a user environment, or of the task's own."""
     if not config.uses("environment"):
         return False
     name = config.environment.name

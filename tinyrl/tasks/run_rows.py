@@ -1,5 +1,4 @@
-"""The rows of a run: those of its task, or of task.data, which are read, made rows of the kind that its method learns
-from, checked, split and cut.
+"""Read the rows of a run (its task's, or task.data), convert them for its method, check and split them.
 
 Rows are checked one by one before anything is trained, so a bad one is reported with its file and line.
 """
@@ -163,7 +162,7 @@ def row_kind(config: Config, task: Task) -> RowKind:
 
 
 def code_reads_columns(config: Config, task: Task) -> bool:
-    """Return whether a person's own code gets all columns of a row: a task, a reward function, an environment, tools,
+    """Return whether user code gets all columns of a row: a task, a reward function, an environment, tools,
     or an agent.
     """
     environment = config.environment
@@ -226,7 +225,7 @@ def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind, *, sy
 
 class Prompts(RowKind):
     """Prompts of a task, to sample answers to. verified: the task's verifier is the reward, so that it must be able to
-    judge each row. columns_are_read: a person's code may read any column.
+    judge each row. columns_are_read: user code may read any column.
     """
 
     def __init__(self, task: Task, *, verified: bool, columns_are_read: bool = False) -> None:

@@ -159,7 +159,7 @@ _BETWEEN_LISTED = re.compile(r"(?:[\s,;|&/$%.]++|\b(?:and|or)\b)*+", re.IGNORECA
 
 
 def number_of(answer: StatedAnswer, text: str) -> Fraction | None:
-    """Return the number that a text states, whose answer was found; None where that is no number, or not one number.
+    """Return the number that a text states, whose answer was found; None if that is not a number, or not one number.
 
     Without a mark it is the last number of the sentence that states the answer, or of the text.
     """

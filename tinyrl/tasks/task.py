@@ -56,7 +56,7 @@ class Task:
     asking_turn: Callable[[Row], str | None] | None = None  # a turn that `respond` answers, for trials without a model
     generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
-    own: OwnCode | None = None  # of a person's own task: its file, whose functions run in a worker process
+    own: OwnCode | None = None  # of a user task: its file, whose functions run in a worker process
 
     def answers(self, texts: list[str], rows: list[Row]) -> list[Hashable | None] | None:
         """Return the answers in completions of rows, of which equal ones are the same (None: no answer); None if the
@@ -69,7 +69,7 @@ class Task:
         return [self.answer(text, row) for text, row in zip(texts, rows, strict=True)]
 
     def replies_worker(self, *, timeout_s: float) -> WorkerFunction | None:
-        """Return the worker that calls `respond` of a person's own task; None where `respond` is called here."""
+        """Return the worker that calls `respond` of a user task; None where `respond` is called here."""
         return None if self.own is None or self.respond is None else self.own.replies(timeout_s=timeout_s)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Services of a person's own task in its worker process: its rows, prompts, answers, verifier and replies."""
+"""Services of a user task in its worker process: its rows, prompts, answers, verifier and replies."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _prepared(task: Task, row: Row) -> list[Any]:
         gold = task.gold(row)
         if not isinstance(gold, str | None):
             raise ValueError(f"`gold` returned a {type(gold).__name__}, not text or None")
-    except Exception as error:  # noqa: BLE001 people's code may raise anything
+    except Exception as error:  # noqa: BLE001 user code may raise anything
         return ["", None, _problem(error), ""]
     try:
         if task.check_reference is not None:

@@ -107,7 +107,7 @@ class ChatSession:
         self._closing.close()
 
     def __call__(self, prompt: Prompt | int, *, greedy: bool = False) -> str:
-        """Answer one prompt (text, messages, or a held-out row's number) that is no part of the conversation."""
+        """Answer one prompt (text, messages, or a held-out row's number) that does not belong to the conversation."""
         return self._answer(self._prepare(prompt), lambda who, text: None, greedy=greedy).text
 
     def reset(self) -> None:

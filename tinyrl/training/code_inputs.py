@@ -1,4 +1,4 @@
-"""Files of people's code among a run's inputs: those that the settings name, and all that workers import for them.
+"""Files of user code among a run's inputs: those that the settings name, and all that workers import for them.
 
 The workers say what they have imported (workers/imports.py), as it was when they loaded it; a checkpoint has what was
 known when it was written, so also modules that calls have imported.
@@ -21,7 +21,7 @@ from tinyrl.workers.loading import FunctionSource, parse_use
 
 @dataclass(frozen=True)
 class NamedCode:
-    """A person's function that a setting names."""
+    """A user function that a setting names."""
 
     setting: str
     source: FunctionSource
@@ -50,7 +50,7 @@ class NamedCode:
 
 
 def code_of(config: Config) -> list[NamedCode]:
-    """Return the functions of people's that the settings name. Raises ValueError for one that is not there."""
+    """Return the user functions that the settings name. Raises ValueError for one that is not there."""
     return [
         NamedCode(named.setting, parse_use(named.value, setting=named.label))
         for named in config.named()

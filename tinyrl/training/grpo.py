@@ -94,10 +94,10 @@ class Grpo(OnPolicy):
 
     def sample_groups(self, run: Run, step: int) -> tuple[list[Sample], dict[str, float]]:
         """Return episodes, and reward metrics of the step's own prompts. With `grpo.dynamic_sampling_rounds`, fresh
-        prompts replace groups without spread (DAPO's dynamic sampling), in at most so many rounds, and those that none
-        could replace are left out of the loss. The metrics are from before that: groups selected by their rewards would
-        bias them. Spread is that of the scores: a group that is all wrong stays one whatever length penalties say, and
-        would teach to be short and nothing else.
+        prompts replace groups with equal scores (DAPO's dynamic sampling), in at most so many rounds, and groups that
+        were not replaced are left out of the loss. The metrics are from before that: groups selected by their rewards
+        would bias them. Scores are compared before length penalties: a group that is all wrong would else teach to be
+        short and nothing else.
         """
         config = self.config.grpo
         size = self.group_size

@@ -1,7 +1,7 @@
 """The start of a run: everything a user can fix is checked before its folder is made.
 
 A resume goes on from the newest checkpoint that verifies; a fork is a new run that goes on so from another one's.
-Rows, model files and people's functions with their local imports have hashes: a resume under another one is refused as
+Rows, model files and user functions with their local imports have hashes: a resume under another one is refused as
 one under another setting is; other versions of libraries are only noted.
 """
 

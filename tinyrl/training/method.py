@@ -118,11 +118,11 @@ class Method:
 
     @property
     def workers(self) -> list[WorkerFunction]:
-        """Return the workers of people's code that it calls."""
+        """Return the workers of user code that it calls."""
         return []
 
     def start_code(self) -> None:
-        """Load people's code that this process calls."""
+        """Load user code that this process calls."""
 
     def close(self) -> None:
         """End helper processes."""

@@ -111,7 +111,7 @@ class OnPolicy(Method):
         self.collector.engine.max_rows = rows
 
     def epoch_note(self) -> str:
-        """Return the steps of an epoch, and how many completions and optimizer steps a step has."""
+        """Return the steps per epoch, and the completions and optimizer steps per step."""
         section = self.config.on_policy
         updates = 1
         if isinstance(section, PolicyGradientSection):
@@ -404,7 +404,7 @@ class OnPolicy(Method):
         if self.samples_exactly(run) and gap / count > ROUNDING:
             controllers.inexact_sampling = True
             run.display.note(
-                f"warning: sampling and training differ by {gap / count:.2g} nats a token, more than rounding in "
+                f"warning: sampling and training differ by {gap / count:.2g} nats per token, more than rounding in "
                 f"float32 ({ROUNDING:g}). From the next step on log-probabilities before the update are computed, and "
                 "the mismatch is corrected for."
             )
@@ -463,7 +463,7 @@ class OnPolicy(Method):
         )
 
     def reward_metrics(self, samples: list[Sample]) -> dict[str, float]:
-        """Measure mean and spread of the rewards, the mean of each by name, samples without one."""
+        """Measure mean and standard deviation of the rewards, the mean of each by name, and samples without one."""
         rewards = rewards_of(samples)
         valid = rewards[~rewards.isnan()]
         out: dict[str, float] = {}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MISMATCH_CAP = 2.0  # of the weights for inexact sampling (Yao et al. 2025)
 RATIO_CAP = 5.0  # of CISPO's importance weights
-ROUNDING = 1e-4  # nats a token: two passes of one policy in float32 are nearer (3.4e-5 seen with 135M parameters)
+ROUNDING = 1e-4  # nats per token: two passes of one policy in float32 are nearer (3.4e-5 seen with 135M parameters)
 
 
 # ---- what a loss reads ----

@@ -59,7 +59,7 @@ MOST_COPIED = 1 << 30  # bytes of weights and optimizer state that are copied at
 
 
 class SourceFile(BaseModel):
-    """A file that a run has read; module: as a person's code has imported it."""
+    """A file that a run has read; module: as user code has imported it."""
 
     bytes: int
     modified: int  # nanoseconds
@@ -177,7 +177,7 @@ class StepMetrics:
                 total[1] += 1
 
     def line(self, **measured: float) -> dict[str, Any]:
-        """Return all metrics, with `measured`, tokens a second, and times: of each phase, and in all without the
+        """Return all metrics, with `measured`, tokens per second, and times: of each phase, and in all without the
         evaluation. `time/other` is what belongs to no phase, such as the advantages.
         """
         phases = sum(seconds for phase, seconds in self.seconds.items() if phase != "evaluation")

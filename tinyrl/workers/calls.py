@@ -1,4 +1,4 @@
-"""Calls of a person's function in its worker process: the whole batch, then row by row.
+"""Calls of a user function in its worker process: the whole batch, then row by row.
 
 When a batch fails, its rows are tried one by one in a fresh worker, so that only those at fault are dropped; the time
 of that is bounded.
@@ -27,7 +27,7 @@ ROWS_TIMEOUTS = 2  # trying the rows of one batch may take this many times timeo
 
 
 class WorkerFunction:
-    """A function of a person's file in a worker process, started when first needed. Close it, or use it in a `with`.
+    """A function of a user's file in a worker process, started when first needed. Close it, or use it in a `with`.
     One that a notebook or script defined is called in this process: nothing limits its time or memory.
 
     sources: where it is, the first giving its name; setting: the field that names it, for messages; timeout_s: seconds

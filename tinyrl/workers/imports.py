@@ -1,4 +1,4 @@
-"""Files of a person's code that a worker has imported: found in the worker, known in the run with their hashes.
+"""Files of user code that a worker has imported: found in the worker, known in the run with their hashes.
 
 Every imported module counts whose file is neither the standard library's nor an installed package's nor tinyrl's,
 wherever it lies and whoever imported it: versions of the others are noted. Files that are read without being imported
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 INSTALLED = ("site-packages", "dist-packages")  # folders of installed packages
-OWN_PACKAGE = "tinyrl"  # whose version a run records: a checkout of it beside a person's file is not hers
+OWN_PACKAGE = "tinyrl"  # whose version a run records: a checkout of it beside a user's file is not user code
 OWN_FOLDER = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 NOT_A_PERSONS = (OWN_FOLDER, STANDARD_LIBRARY, os.path.realpath(STANDARD_LIBRARY))
@@ -39,7 +39,7 @@ class ImportedFile:
 
 
 class ImportLog:
-    """The modules that this process has imported; `new` lists a person's among those since the last time.
+    """The modules that this process has imported; `new` lists user modules among those since the last time.
 
     Modules that calls import from files written since the process began are left out: the code made them itself, as a
     reward does that imports the program which it judges.
@@ -50,7 +50,7 @@ class ImportLog:
         self._seen = set[str]()
 
     def new(self, *, in_call: bool) -> list[list[Any]]:
-        """Return the fields of an ImportedFile for each of a person's modules since the last time. in_call: calls have
+        """Return the fields of an ImportedFile for each user module since the last time. in_call: calls have
         imported them, and not the loading.
         """
         names = [name for name in sys.modules.copy() if name not in self._seen]
@@ -91,7 +91,7 @@ def _read(module: str, path: str) -> list[ImportedFile]:
 
 
 class LoadedCode:
-    """Files of a person's code as workers have loaded them, by path: each as it was for the first that imported it."""
+    """Files of user code as workers have loaded them, by path: each as it was for the first that imported it."""
 
     def __init__(self) -> None:
         self.files: dict[Path, ImportedFile] = {}

@@ -1,6 +1,6 @@
-"""Lookup of people's functions: 'file.py:function' or 'package.module:function', checked without running any of it.
+"""Lookup of user functions: 'file.py:function' or 'package.module:function', checked without running any of it.
 
-The source is parsed, not imported: a mistake in a recipe is answered at once, and users' code runs in the worker only.
+The source is parsed, not imported: a mistake in a recipe is answered at once, and user code runs in the worker only.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""Where a person's functions are called: a worker process behind its supervisor, or, of a notebook, this process.
+"""Where user functions are called: a worker process behind its supervisor, or, of a notebook, this process.
 
 Both answer requests (protocol.py). Nothing here waits without a deadline. What a function prints goes into a file, so
 that no full pipe stops it.
@@ -91,7 +91,7 @@ class HereProcess:
 
 
 class WorkerProcess:
-    """A worker and its supervisor. file: the person's source, of which messages name the line; None: it has none."""
+    """A worker and its supervisor. file: the user's source, of which messages name the line; None: it has none."""
 
     def __init__(self, file: Path | None, printed: Printed) -> None:
         self._file = file
@@ -101,7 +101,7 @@ class WorkerProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
         requests, self._requests = _pipe(reads=False)
         replies, self._replies = _pipe(reads=True)
-        # Without a launcher's variables: people's code is none of the processes that it started, and a library there
+        # Without a launcher's variables: user code is none of the processes that it started, and a library there
         # would wait for the others. Sets are in the same order in every run.
         environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
         numbers = (os.getpid(), memory_limit(), requests, replies)
@@ -241,10 +241,10 @@ def _close(file: Any) -> None:
 
 
 def memory_limit() -> int:
-    """Return the bytes that each process of people's code may use."""
+    """Return the bytes that each process of user code may use."""
     return int(MEMORY_SHARE * machine_memory())
 
 
 def quoted(text: str) -> str:
-    """Return what people's code wrote as a line that may be kept and shown."""
+    """Return what user code wrote as a line that may be kept and shown."""
     return one_line(mask_url(text), MAX_SHOWN_CHARS)

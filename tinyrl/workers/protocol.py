@@ -1,14 +1,14 @@
-"""Messages between a run and a worker: JSON, one a line, over two pipes that nothing else uses.
+"""Messages between a run and a worker: JSON, one per line, over two pipes that nothing else uses.
 
     {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
         -> {"id", "facts": {"parameters": names or null for any, "required": names, further facts}}
     {"id", "timeout_s", "call", "arguments": {name: list}, "num_rows"}
-        -> {"id", "values": one a row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
+        -> {"id", "values": one per row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
 
 Where the function's code raises, the reply is {"id", "error": text, "at": "file.py, line 3" or ""}. Each reply of a
-process has "imported": the fields of an ImportedFile (imports.py) for each module of a person's since the last one.
+process has "imported": the fields of an ImportedFile (imports.py) for each user module since the last one.
 
-A person's code shares its process with the worker: it may write into the pipes, patch `json`, or fork and answer twice.
+User code shares its process with the worker: it may write into the pipes, patch `json`, or fork and answer twice.
 So encoder and decoder are bound when this file is imported, a reply carries the id of its request, and what is not
 exactly a reply is Malformed, which fails the rows of the call.
 """

@@ -1,10 +1,10 @@
-"""The supervisor of a worker: a small process between the run and a person's code, which ends all that the code starts.
+"""The supervisor of a worker: a small process between the run and user code, which ends all that the code starts.
 
     python -P supervisor.py RUN MEMORY_BYTES REQUESTS REPLIES
 
 It forks the worker (worker.py), with the pipes REQUESTS and REPLIES, and waits. When the worker ends, when the run asks
 (SIGTERM) or when the run (process RUN) is gone, it kills what is left, and ends as the worker did: with its exit code,
-or by its signal. It runs no code of the person's, so it cannot hang.
+or by its signal. It runs no user code, so it cannot hang.
 
 On Linux orphans of the worker become children of the supervisor, a "subreaper", and so nothing escapes it: no other
 session, no empty environment. The run is not made one, since a notebook has children of its own. Elsewhere, and where a

@@ -1,4 +1,4 @@
-"""Results of a call, one value a row, and the checks of what a person's function returned.
+"""Results of a call, one value per row, and the checks of what a user function returned.
 
 Imported in the worker and in the run: only the standard library.
 """
@@ -26,9 +26,9 @@ class RowFailure:
 
 @dataclass
 class RowResults:
-    """Results of a call, one value a row.
+    """Results of a call, one value per row.
 
-    values      one a row: a score, a reply, a text. None (of a score in the run: NaN) where there is none or it failed
+    values      one per row: a score, a reply, a text. None (of a score in the run: NaN) if there is none or it failed
     failures    rows that failed, with the reason
     comments    a text for each score; empty if the function gave none
     slowest     (seconds, row) of the slowest row, if rows were timed
@@ -83,9 +83,10 @@ def _commented_score(value: Any) -> tuple[tuple[float | None, str], str]:
 
 
 def as_score(value: Any) -> tuple[float | None, str]:
-    """Return a number, or a row of one number, as a float, or None and what it is instead.
+    """Return (score, problem): the score as a float, or None and what is wrong with the value.
 
-    None means "does not apply". True and False are 1 and 0; NumPy and torch values are the numbers they hold.
+    None is a valid score: the reward does not apply. A list of one number is that number, True and False are 1 and 0,
+    and NumPy and torch values are the numbers they hold.
     """
     number: Any = value.tolist() if hasattr(value, "tolist") else value
     number = number[0] if isinstance(number, list) and len(number) == 1 else number
@@ -113,7 +114,7 @@ def message_of(error: BaseException) -> str:
     """Return an exception's message; none of one that cannot be turned into text."""
     try:
         return str(error)
-    except BaseException:  # noqa: BLE001 people's code may raise anything, in __str__ too
+    except BaseException:  # noqa: BLE001 user code may raise anything, in __str__ too
         return ""
 
 

@@ -1,4 +1,4 @@
-"""The worker process of a person's code: it loads functions and answers calls of them (protocol.py).
+"""The worker process of user code: it loads functions and answers calls of them (protocol.py).
 
 No process may use more than its limit of memory of its own (RLIMIT_DATA: without files and reserved address space).
 What the code prints goes to stdout and stderr, which the run reads; requests and replies have pipes of their own. The
@@ -100,7 +100,7 @@ def make_service(objects: list[Any], host: str | None) -> Service:
 
 
 class Loaded:
-    """A person's objects and the service made of them; it answers the requests of protocol.py, but for their id."""
+    """User objects and the service made of them; it answers the requests of protocol.py, but for their id."""
 
     def __init__(self) -> None:
         self._service: Service | None = None
@@ -114,7 +114,7 @@ class Loaded:
             assert self._service is not None
             call = self._service.calls[request["call"]]
             return protocol.encode_results(call(request["arguments"], request["num_rows"]))
-        except BaseException as error:  # people's code may raise anything, which is our answer
+        except BaseException as error:  # user code may raise anything, which is our answer
             if is_ours(error):
                 raise
             return self._raised(error)
@@ -195,13 +195,13 @@ def _event_loop() -> Any:
 
 
 class Exited(Exception):
-    """Code of a person's raised what is no Exception, such as that of sys.exit: it would end the process or, from a
+    """User code raised what is no Exception, such as that of sys.exit: it would end the process or, from a
     coroutine, the event loop, and leave its caller waiting.
     """
 
     @classmethod
     def by(cls, error: BaseException) -> Exited:
-        """Describe the exception of a person's code."""
+        """Describe the exception of user code."""
         if isinstance(error, SystemExit):
             return cls(f"sys.exit({error.code!r})")
         return cls(": ".join(filter(None, [type(error).__name__, message_of(error)])))
@@ -209,7 +209,7 @@ class Exited(Exception):
 
 def is_ours(error: BaseException) -> bool:
     """Return whether an exception is a Ctrl-C in the run itself, which calls a notebook's functions. A worker has a
-    session of its own: there only a person's code raises KeyboardInterrupt.
+    session of its own: there only user code raises KeyboardInterrupt.
     """
     return isinstance(error, KeyboardInterrupt) and not _this_process.is_worker
 

@@ -73,7 +73,7 @@ def test_rewards_by_function_have_one_colour_in_training_and_held_out_beside_the
     assert lines == [("a", "1", [(1, 1.0)]), ("b", "2", [(1, 0.5)]), ("verifier", "other", [(1, 0.25)])]
     assert [(line.label, line.role) for line in found["Reward by function"].lines] == [("b", "2"), ("c", "3")]
     one = panels(tmp_path / "b", [{**line, "reward/a": 0.5, "eval/reward/a": 0.75, "eval/verifier_mean": 0.75}])
-    assert [*one] == ["Reward", "Spread of rewards", "Rewards dropped"]
+    assert [*one] == ["Reward", "Reward standard deviation", "Rewards dropped"]
 
 
 def test_statistics_of_rewards_are_not_drawn_as_functions(tmp_path: Path) -> None:

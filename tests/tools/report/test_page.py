@@ -37,7 +37,7 @@ def test_page_holds_outcome_charts_samples_and_settings_and_loads_nothing(grpo: 
     reader = PageReader(html)
     assert outcome(read_run(run)) in reader.text
     captions = ["Reward", "KL from the reference", "Entropy", "Completion length", "Cut at the length limit",
-                "Spread of rewards", "Groups without spread", "Gradient norm", "Time by phase"]  # fmt: skip
+                "Reward standard deviation", "Groups with equal rewards", "Gradient norm", "Time by phase"]  # fmt: skip
     assert re.findall(r"<figcaption><b>([^<]*)</b>", html) == captions
     assert "held-out 0.923" in reader.text  # 0.46 + 0.48 * (1 - e^(-60/18))
     shown = ("sort: qwhzkalmbc =", "abchklmqw", "abchklmqwz", "Before: step 0", "After: step 60", "grpo.group_size")

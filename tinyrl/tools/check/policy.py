@@ -165,7 +165,7 @@ class Trial:
 
     @property
     def entropy(self) -> float:
-        """Return nats a token, estimated by the sampled tokens."""
+        """Return nats per token, estimated by the sampled tokens."""
         tokens = sum(answer.tokens for answer in self.answers)
         return -sum(answer.logprob for answer in self.answers) / max(1, tokens)
 
@@ -602,7 +602,7 @@ def section(trial: Trial) -> CheckSection:
             "strings that no thought holds (generation.stop, or those of the environment)"
         )
     lines.append(
-        f"entropy {trial.entropy:.2g} nats a token; {trial.distinct:.0%} of a prompt's completions are different; "
+        f"entropy {trial.entropy:.2g} nats per token; {trial.distinct:.0%} of a prompt's completions are different; "
         f"{trial.rollout_seconds:.2g} s to sample a step like this"
     )
     facts = {name: getattr(trial, name) for name in FACTS}

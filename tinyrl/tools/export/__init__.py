@@ -57,7 +57,7 @@ from tinyrl.training.model_card import PICTURE, model_card
 
 MAX_SEQUENCES = 32
 MAX_TOKENS = 256  # compared; tokens of a prompt, and of a completion
-MAX_LOGPROB_DIFF = 5e-4  # nats a token on average, merged and not, both in float32
+MAX_LOGPROB_DIFF = 5e-4  # nats per token on average, merged and not, both in float32
 MAX_CHANGED = 0.1  # share of greedy tokens that may change when the merged weights are rounded
 FACTS = "export.json"  # marks a folder as a tinyrl export
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
@@ -347,8 +347,8 @@ def predictions(model: Any, sequences: list[tuple[list[int], int]]) -> list[tupl
 
 @dataclass(frozen=True)
 class Difference:
-    """How an export differs from the policy. gap: mean difference of log-probabilities, in nats a token; changed: share
-    of positions with another likeliest token.
+    """How an export differs from the policy. gap: mean difference of log-probabilities, in nats per token; changed:
+    share of positions with another likeliest token.
     """
 
     gap: float

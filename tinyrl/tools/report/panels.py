@@ -374,7 +374,7 @@ def tiles(run: RunRecords) -> list[tuple[str, str, str, str]]:
     if seconds := [value for _, value in run.finite("time/total") if value > 0]:
         found.append(("Time in steps", "", format_seconds(sum(seconds)), f"{format_seconds(median(seconds))} a step"))
     if rates := [value for _, value in run.finite("tokens_per_second")]:
-        found.append(("Speed", "", typeset_number(median(rates)), "tokens a second"))
+        found.append(("Speed", "", typeset_number(median(rates)), "tokens per second"))
     if memory := [value for _, value in run.finite("memory/peak_gb")]:
         found.append(("Peak memory", "", typeset_number(max(memory)), "GB"))
     return found
