@@ -11,6 +11,7 @@ from tinyrl.config.methods import METHODS
 from tinyrl.config.recipe import load_config, packaged_recipes, read_recipe
 from tinyrl.config.schema import Config
 from tinyrl.data.writers import write_rows
+from tinyrl.runs.resolve import model_facts
 from tinyrl.tasks import load_task, sums
 
 RECIPES = packaged_recipes()
@@ -20,7 +21,7 @@ RECIPES = packaged_recipes()
 def test_loads_with_each_method_it_has_a_section_for(name: str):
     written = read_recipe(RECIPES[name])
     for method in {written["method"]} | ({"grpo", "ppo"} & set(written)):
-        config = load_config(method, name, overrides=[])
+        config = load_config(method, name, overrides=[], facts=model_facts)
         assert config.method == method
         assert load_task(config.task.name or "rows").name == (config.task.name or "rows")
 
@@ -51,7 +52,8 @@ KNIGHTS = {
 
 def settings_of(name: str, method: str | None = None, *overrides: str) -> Config:
     """The configuration of a packaged recipe, for its own method or another one it has a section for."""
-    return load_config(method or read_recipe(RECIPES[name])["method"], name, overrides=list(overrides))
+    own = read_recipe(RECIPES[name])["method"]
+    return load_config(method or own, name, overrides=list(overrides), facts=model_facts)
 
 
 def with_a_small_model(config: Config) -> list[str]:

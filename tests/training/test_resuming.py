@@ -117,8 +117,8 @@ def test_an_edited_module_is_a_change_wherever_it_lies_and_whenever_it_was_impor
     """
     settings = reads_files(model, tmp_path)
     if setting == "task.name":
-        settings.task.name = f"{tmp_path / 'rewards.py'}:TASK"
-        settings.reward.functions = []
+        settings = settings.with_setting("task.name", f"{tmp_path / 'rewards.py'}:TASK")
+        settings = settings.with_setting("reward.functions", [])
     files = {
         "rewards.py": "from pkg.helper import scale\nfrom tinyrl.tasks import Task\n\n\n"
         "def variety(completions, **_):\n    import late\n"
