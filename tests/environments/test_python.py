@@ -258,7 +258,7 @@ def test_closing_ends_the_interpreters_and_a_system_without_the_sandbox_is_refus
     assert interpreters() == []
     monkeypatch.setattr(python, "why_not_isolated", lambda: "the kernel has no Landlock")
     with pytest.raises(ValueError, match=r"`python`.*the kernel has no Landlock"):
-        python.opened(config, length=len)
+        Python(config, length=len)
 
 
 @pytest.mark.parametrize(("given", "of_a_cell"), [({}, 5.0), ({"name": "python"}, 5.0), ({"timeout_s": 2.5}, 2.5)])

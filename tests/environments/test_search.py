@@ -9,7 +9,7 @@ import pytest
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.environments import Reply
-from tinyrl.environments.search import CLOSING, INVALID, NOTHING_FOUND, OPENING, SearchFailed, opened, respond
+from tinyrl.environments.search import CLOSING, INVALID, NOTHING_FOUND, OPENING, Search, SearchFailed, respond
 
 
 class Shelf:
@@ -99,9 +99,11 @@ def test_passages_that_are_too_long_are_cut_to_the_same_length_between_words():
 def test_a_corpus_file_or_a_server_is_opened_by_its_name(tmp_path: Path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"contents": PARIS}) + "\n")
     config = EnvironmentConfig.model_validate({"name": "search", "corpus": f"{tmp_path}/a.jsonl"})
-    answer, about, _ = opened(config, length=len)
-    assert about == f"of {tmp_path}/a.jsonl (passages: 1), 3 a query"
-    [reply] = answer(["?"], [[{"role": "assistant", "content": "<search>capital of France</search>"}]], seed=[0])
+    search = Search(config, length=len)
+    assert search.about == f"of {tmp_path}/a.jsonl (passages: 1), 3 a query"
+    [reply] = search.respond(
+        ["?"], [[{"role": "assistant", "content": "<search>capital of France</search>"}]], seed=[0]
+    )
     assert reply == Reply(f'{OPENING}Doc 1(Title: "Paris") Paris is the capital of France.{CLOSING}')
     with pytest.raises(ValueError, match="Is it running"):
-        opened(config.model_copy(update={"corpus": "http://127.0.0.1:9/retrieve", "timeout_s": 0.2}), length=len)
+        Search(config.model_copy(update={"corpus": "http://127.0.0.1:9/retrieve", "timeout_s": 0.2}), length=len)

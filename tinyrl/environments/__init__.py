@@ -9,8 +9,12 @@ It is called with a batch of episodes whose last turn the policy has just ended.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from tinyrl.config.sections import EnvironmentConfig
 
 MAX_TEXT_CHARS = 100_000  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 Message = dict[str, Any]
@@ -35,6 +39,27 @@ class Reply:
     invalid: bool = False
     results: tuple[str, ...] = ()
     tool_error: bool = False
+
+
+class BuiltIn:
+    """An environment of tinyrl's own, opened for a run: a class in a file of this room (`built_in` in environment.py),
+    and a name in config.sections.BUILT_IN_ENVIRONMENTS. about: what answers, for people.
+    """
+
+    stop: ClassVar[tuple[str, ...]] = ()  # texts that end a turn
+    asks: ClassVar[str]  # a turn that is answered, with {words} of a question
+    about: str
+
+    def __init__(self, config: EnvironmentConfig, *, length: Callable[[str], int]) -> None:
+        """Open it; length: tokens of a text. Raises ValueError where it cannot be opened."""
+        raise NotImplementedError
+
+    def respond(self, prompts: Any, transcripts: Any, **columns: Any) -> list[Any]:
+        """Answer the last turn of each transcript, as the function above does."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what it has started."""
 
 
 def last_turn(transcript: Transcript) -> str:

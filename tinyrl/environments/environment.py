@@ -1,12 +1,11 @@
 """The environment of a run: user code in a worker process, tinyrl's own in this one, behind one call.
 
-A built-in environment is a module of this room and a name in config.sections.BUILT_IN_ENVIRONMENTS. It has
-`opened(config, length=)`, `STOP`, and ASKS: a turn that is answered, with {words} of a question.
+A built-in environment is a class (`BuiltIn`) in a file of this room, and a name in
+config.sections.BUILT_IN_ENVIRONMENTS.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.data.messages import Prompt
-from tinyrl.environments import Message, Reply, Transcript, worker_service
+from tinyrl.environments import BuiltIn, Message, Reply, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
@@ -91,7 +90,7 @@ class Replies(Environment):
         self.schemas: list[dict[str, Any]] | None = None
         self.has_openings = False
         self.workers = []  # one for user code
-        self._close: Callable[[], None] | None = None
+        self._opened: BuiltIn | None = None
         own = [config.name] if config.name and config.name not in BUILT_IN_ENVIRONMENTS else []
         functions = config.tools or own
         if functions:
@@ -108,8 +107,10 @@ class Replies(Environment):
             self.stop = ()
             self._respond = None
         elif self.built_in:
-            module = importlib.import_module(f"{__package__}.{self.built_in}")
-            self.stop, (self._respond, self._about, self._close) = module.STOP, module.opened(config, length=length)
+            self._opened = built_in(self.built_in)(config, length=length)
+            self.stop = self._opened.stop
+            self._respond = self._opened.respond
+            self._about = self._opened.about
         elif worker is not None:
             self.workers = [worker]
             self._respond = None
@@ -132,8 +133,8 @@ class Replies(Environment):
 
     def close(self) -> None:
         super().close()
-        if self._close is not None:
-            self._close()
+        if self._opened is not None:
+            self._opened.close()
 
     def openings(self, prompts: list[Any], columns: dict[str, list[Any]]) -> list[str | None]:
         """Return what the environment writes at the end of each prompt, before the first turn; None: nothing."""
@@ -167,6 +168,21 @@ class Replies(Environment):
             return RowResults([None] * len(prompts))
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         return self.workers[0].rows(arguments, len(prompts), call="final_rewards", is_valid=is_score)
+
+
+def built_in(name: str) -> type[BuiltIn]:
+    """Return the built-in environment of this name, whose file is imported where it is used."""
+    match name:
+        case "search":
+            from tinyrl.environments.search import Search
+
+            return Search
+        case "python":
+            from tinyrl.environments.python import Python
+
+            return Python
+        case _:
+            raise AssertionError(f"{name} is not one of {BUILT_IN_ENVIRONMENTS}")
 
 
 def _is_reply(value: Any) -> bool:
@@ -251,6 +267,6 @@ UNKNOWN_TOOL = '<tool_call>\n{"name": "no_such_tool", "arguments": {}}\n</tool_c
 NOT_JSON = '<tool_call>\n{"name": "no_such_tool", "arguments": {\n</tool_call>'
 
 
-def asking_turn(built_in: str, words: str) -> str:
+def asking_turn(name: str, words: str) -> str:
     """Return a turn that a built-in environment answers: a search for these words, a cell of Python."""
-    return importlib.import_module(f"{__package__}.{built_in}").ASKS.format(words=words)
+    return built_in(name).asks.format(words=words)

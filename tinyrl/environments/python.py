@@ -26,7 +26,7 @@ from typing import Any
 
 from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.thoughts import without_thoughts
-from tinyrl.environments import Reply, Transcript, last_turn
+from tinyrl.environments import BuiltIn, Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import CLOSE, calls_of
 from tinyrl.process.signals import check_stop
 from tinyrl.text import excerpt
@@ -34,8 +34,6 @@ from tinyrl.workers.process import memory_limit
 from tinyrl.workers.sandbox import Limits, Session, python_block, why_not_isolated
 
 PROGRAM = Path(__file__).with_name("cells.py").read_text(encoding="utf-8")
-STOP = ()
-ASKS = "```python\nprint(1 + 1)\n```\n"
 MEMORY_GB = 0.5
 CELL_SECONDS = 5.0  # where environment.timeout_s is null
 CHARS_A_TOKEN = 2  # of an output: more of it are numbers than words
@@ -61,25 +59,22 @@ UNREADABLE = 'The call could not be read. It has to be JSON: {"name": "python", 
 Cells = tuple[int | str, ...]  # an episode's seed, and the cells that its interpreter has run
 
 
-def opened(
-    config: EnvironmentConfig, *, length: Callable[[str], int]
-) -> tuple[Callable[..., Any], str, Callable[[], None]]:
-    """Return the function that answers, its description, and what ends its processes. Raises ValueError where programs
-    cannot be isolated.
-    """
-    if why_not := why_not_isolated():
-        raise ValueError(
-            f"The environment `python` runs the policy's code in a sandbox, which this system does not allow: "
-            f"{why_not}. It takes Linux 5.13 or later with Landlock and seccomp, on x86_64 or aarch64."
-        )
-    python = Python(config)
-    return python.respond, f"in the sandbox, {python.timeout_s:g} s and {MEMORY_GB:g} GB a cell", python.close
-
-
-class Python:
+class Python(BuiltIn):
     """Interpreters of the episodes in flight. State: those that wait for a cell, the oldest first."""
 
-    def __init__(self, config: EnvironmentConfig) -> None:
+    asks = "```python\nprint(1 + 1)\n```\n"
+
+    def __init__(self, config: EnvironmentConfig, *, length: Callable[[str], int] = len) -> None:
+        """Start no process yet; length: not read, since output is limited by characters. Raises ValueError where
+        programs cannot be isolated.
+        """
+        del length
+        why_not = why_not_isolated()
+        if why_not:
+            raise ValueError(
+                f"The environment `python` runs the policy's code in a sandbox, which this system does not allow: "
+                f"{why_not}. It takes Linux 5.13 or later with Landlock and seccomp, on x86_64 or aarch64."
+            )
         self.timeout_s = config.timeout_s or CELL_SECONDS  # of a cell
         self._max_turns = config.max_turns
         self._max_chars = CHARS_A_TOKEN * config.max_observation_tokens
@@ -95,6 +90,7 @@ class Python:
         self._lock = threading.Lock()
         # The kernel ends a program with the thread that started it, so the threads stay.
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="python")
+        self.about = f"in the sandbox, {self.timeout_s:g} s and {MEMORY_GB:g} GB a cell"
 
     def close(self) -> None:
         self._pool.shutdown()

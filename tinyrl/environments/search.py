@@ -13,7 +13,6 @@ stemmed (Porter); Lucene's stop words are left out of a query.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sqlite3
@@ -30,13 +29,11 @@ from tinyrl.config.sections import EnvironmentConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
 from tinyrl.data.readers import Row, reader_of
 from tinyrl.data.thoughts import without_thoughts
-from tinyrl.environments import Reply, Transcript, last_turn
+from tinyrl.environments import BuiltIn, Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.process.signals import watched
 from tinyrl.text import join_truncated, mask_url, resolve_url, truncate
 
-STOP = ("</search>", "</answer>")
-ASKS = "<search>{words}</search>"
 OPENING = "\n\n<information>"
 CLOSING = "</information>\n\n"
 CUT = " ..."
@@ -179,25 +176,41 @@ class SearchServer:
             raise SearchFailed(f"{self._name} answered no list of documents for each query: {why}") from error
 
 
-def opened(config: EnvironmentConfig, *, length: Callable[[str], int]) -> tuple[Callable[..., Any], str, None]:
-    """Open environment.corpus; return the function that answers, and its description. A server must answer a first
-    question. `length`: tokens of a text.
-    """
-    if config.corpus is None:
-        raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
-    if "://" in config.corpus:
-        retriever = SearchServer(config.corpus, timeout_s=config.seconds)
+class Search(BuiltIn):
+    """Search of environment.corpus, which is opened; a server must answer a first question."""
+
+    stop = ("</search>", "</answer>")
+    asks = "<search>{words}</search>"
+
+    def __init__(self, config: EnvironmentConfig, *, length: Callable[[str], int]) -> None:
+        if config.corpus is None:
+            raise ValueError("environment.corpus is missing: a .jsonl or .parquet file, or a retrieval server's URL")
         size = ""
-        try:
-            retriever.search(["test"], top_k=1)
-        except SearchFailed as error:
-            raise ValueError(f"{error}. Is it running, and is this its address?") from error
-    else:
-        retriever = Corpus(config.corpus)
-        size = f" (passages: {retriever.num_passages:,})"
-    how = {"top_k": config.top_k, "max_length": config.max_observation_tokens, "length": length}
-    about = f"of {mask_url(config.corpus)}{size}, {config.top_k} a query"
-    return functools.partial(respond, retriever=retriever, **how), about, None
+        if "://" in config.corpus:
+            self.retriever = SearchServer(config.corpus, timeout_s=config.seconds)
+            try:
+                self.retriever.search(["test"], top_k=1)
+            except SearchFailed as error:
+                raise ValueError(f"{error}. Is it running, and is this its address?") from error
+        else:
+            self.retriever = Corpus(config.corpus)
+            size = f" (passages: {self.retriever.num_passages:,})"
+        self.top_k = config.top_k
+        self.max_length = config.max_observation_tokens
+        self.length = length
+        self.about = f"of {mask_url(config.corpus)}{size}, {config.top_k} a query"
+
+    def respond(self, prompts: list[Any], transcripts: list[Transcript], **columns: Any) -> list[Any]:
+        """Answer every episode's last turn (`respond` below)."""
+        return respond(
+            prompts,
+            transcripts,
+            retriever=self.retriever,
+            top_k=self.top_k,
+            max_length=self.max_length,
+            length=self.length,
+            **columns,
+        )
 
 
 def respond(
