@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.derive import ModelFacts, derive, derive_over, read_written
+from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written
 from tinyrl.config.given import Given
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.recipe import dump_config, dump_given, load_config, load_written_config
 from tinyrl.config.refusal import Source
+from tinyrl.config.removed import RENAMED
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
 
@@ -112,6 +113,29 @@ def test_what_was_changed_is_given_from_then_on() -> None:
     assert derive_over(changed, ["grpo.preset=gspo"]).grpo.clip_eps == 0.1
 
 
+def test_the_rank_of_an_adapter_is_read_anew_with_another_adapter_alone() -> None:
+    def facts(config: Config) -> ModelFacts:
+        rank = {"first": 8, "second": 4}[str(config.model.adapter)]
+        return ModelFacts(adapter=AdapterFacts(r=rank, alpha=1.0, target_modules=None))
+
+    run = as_a_run(derive(Given({"method": "grpo", "model": {"adapter": "first"}}), facts))
+    assert run.lora.r == 8
+
+    def edited(config: Config) -> ModelFacts:
+        return ModelFacts(adapter=AdapterFacts(r=64, alpha=1.0, target_modules=None))
+
+    assert derive_over(run, ["run.num_steps=7"], edited).lora.r == 8
+    assert derive_over(run, ["model.adapter=second"], facts).lora.r == 4
+
+
+def test_an_old_name_in_what_was_given_is_read() -> None:
+    """given.yaml of an earlier version, as config.yaml."""
+    old, new_name = next(iter(RENAMED.items()))
+    section, _, name = old.partition(".")
+    run = read_written({"method": "ppo"}, Source("config.yaml"), {"method": "ppo", section: {name: 3}})
+    assert run.given.has(new_name)
+
+
 # ---- refusals and notes ----
 
 
@@ -134,6 +158,12 @@ def test_a_value_of_a_recipe_that_stays_against_an_override_is_told(tmp_path: Pa
     assert f"{recipe}:3" in note
     assert "ppo.preset=a2c" in note
     assert not notes_of("ppo", str(recipe), "ppo.preset=a2c", "ppo.num_epochs=2")
+
+
+def test_a_length_that_a_recipe_gives_is_not_told_beside_another_model(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("task: {name: sort}\ngeneration: {max_new_tokens: 16}\n")
+    assert not notes_of("grpo", str(recipe), "model.path=starter")
 
 
 def a_run_folder(path: Path, config: Config) -> Path:

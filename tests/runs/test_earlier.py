@@ -141,6 +141,15 @@ def test_a_removed_setting_is_refused_at_another_value(
     assert_names(gone, "grpo.clip_eps", capsys)
 
 
+def test_a_fork_of_it_is_read_and_forked_again(tmp_path: Path) -> None:
+    """It has no record of what was given; what equals its preset follows from the preset."""
+    assert not tinyrl(*ROUTES["fork"])
+    assert not tinyrl("train", "--resume", "fork")  # which is finished
+    assert load_written_config(Path("fork/config.yaml")) == load_written_config(Path("grpo/config.yaml"))
+    assert not tinyrl("train", "--from", "fork", "--name", "again", "grpo.preset=gspo", "run.num_steps=4")
+    assert load_written_config(Path("again/config.yaml")).grpo.surrogate == "sequence"
+
+
 @pytest.mark.parametrize("value", [0, 1])
 def test_nobody_gives_a_removed_setting(value: int, gone: str, capsys: pytest.CaptureFixture[str]) -> None:
     """On the command line, for a new run and for an old one, and in a recipe: even at its neutral value."""

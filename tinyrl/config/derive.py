@@ -21,7 +21,7 @@ from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.method_sections import PPO_PRESETS, PRESETS, GrpoConfig, PpoConfig, Presets
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
-from tinyrl.config.removed import REMOVED
+from tinyrl.config.removed import REMOVED, ignore_neutral
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, GenerationConfig, Section
 from tinyrl.config.settings import fields_of
@@ -64,7 +64,8 @@ def no_facts(config: Config) -> ModelFacts:
 @dataclass(frozen=True)
 class Rule:
     """How a setting follows from others. reads: those; null_is_value: null is one of its values, and no request to
-    derive it; always: whatever was given, which does not count then (value: None leaves it).
+    derive it; always: whatever was given, which does not count then (value: None leaves it); fits_model: the value only
+    fits the model, so that another one that was given is none that it should have been.
     """
 
     setting: str
@@ -72,6 +73,7 @@ class Rule:
     value: Callable[[Config, ModelFacts], Any]
     null_is_value: bool = False
     always: bool = False
+    fits_model: bool = False
 
 
 # ---- the rules, in the order in which they are applied ----
@@ -144,8 +146,13 @@ RULES = (
     Rule("lora.r", ("model.adapter",), _of_adapter("r"), always=True),
     Rule("lora.alpha", ("model.adapter",), _of_adapter("alpha"), always=True),
     Rule("lora.target_modules", ("model.adapter",), _of_adapter("target_modules"), always=True),
-    Rule("generation.max_new_tokens", ("model.path",), _max_new_tokens),
-    Rule("environment.max_observation_tokens", ("model.path", "environment.max_turns"), _max_observation_tokens),
+    Rule("generation.max_new_tokens", ("model.path",), _max_new_tokens, fits_model=True),
+    Rule(
+        "environment.max_observation_tokens",
+        ("model.path", "environment.max_turns"),
+        _max_observation_tokens,
+        fits_model=True,
+    ),
 )
 READS = {rule.setting: rule.reads for rule in RULES}
 
@@ -190,7 +197,8 @@ def kept_against(config: Config, facts: FactsOf = no_facts) -> Iterator[str]:
     for rule in RULES:
         section, _, name = rule.setting.partition(".")
         follows = typed & {*rule.reads}
-        if not follows or rule.setting in typed or not config.uses(section) or rule.always:
+        is_asked_for = follows and rule.setting not in typed
+        if not is_asked_for or not config.uses(section) or rule.always or rule.fits_model:
             continue
         kept = getattr(getattr(config, section), name)
         follows_value = rule.value(config, of_model)
@@ -253,7 +261,7 @@ def read_written(values: dict[str, Any], source: Source, given: Mapping[str, Any
     config = _whole(values, Given(values, Places(source)), no_facts)
     if given is None:
         return config.with_given(Given(values, Places(source), is_whole=True))
-    return config.with_given(Given(dict(given), Places(source)))
+    return config.with_given(Given(ignore_neutral(dict(given)), Places(source)))
 
 
 def without_derived(values: dict[str, Any], facts: FactsOf = no_facts) -> dict[str, Any]:
@@ -287,6 +295,7 @@ def _whole(
     """Validate values, and derive those that are absent, and those that were not given and follow from `changed` ones,
     to which they are added then. Raises ValueError for values that are wrong, and for those that conflict.
     """
+    is_new = changed is None
     changed = set() if changed is None else changed
     there = Given(values)
     try:
@@ -304,7 +313,7 @@ def _whole(
         absent = not there.has(rule.setting, null_counts=rule.null_is_value)
         given_too = given.has(rule.setting, null_counts=rule.null_is_value) and not rule.always
         follows = not changed.isdisjoint(rule.reads) and not given_too
-        if not (absent or follows or rule.always):
+        if not (absent or follows or (is_new and rule.always)):
             continue
         value = rule.value(config, of_model)
         if rule.always and value is None:

@@ -278,7 +278,9 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
         made = new_folder(path)
         try:
             write_atomic(made.folder / CONFIG, dump_config(config))
-            write_atomic(made.folder / GIVEN, dump_given(config) or "")
+            given = dump_given(config)
+            if given is not None:
+                write_atomic(made.folder / GIVEN, given)
             if name is None:
                 _take_number(made, stem)
             else:
