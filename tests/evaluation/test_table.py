@@ -11,10 +11,10 @@ from tinyrl.evaluation.result import (
     Against,
     ComparisonResult,
     EvalSide,
-    Measured,
     TargetResult,
+    TrainerMetrics,
 )
-from tinyrl.evaluation.statistics import Difference, WinRate
+from tinyrl.evaluation.statistics import PairedDifference, WinRate
 
 NUMBERS = {"reward_mean": 0.5, "reward_ci": [0.4, 0.6], "mean_length": 6.0, "num_prompts": 64, "num_samples": 1}
 RATE = WinRate(mean=0.5, ci=[0.4, 0.6], ties=0.0)
@@ -26,7 +26,7 @@ def side_of(target: str = "run/step-000002", *, greedy: dict[str, Any] | None = 
     return EvalSide(target, sampled=found)
 
 
-def paired(side: EvalSide, other: EvalSide, difference: Difference, *, rate: WinRate = RATE) -> TargetResult:
+def paired(side: EvalSide, other: EvalSide, difference: PairedDifference, *, rate: WinRate = RATE) -> TargetResult:
     against = Against(difference=difference, win_rate=rate, left_out=0)
     return TargetResult(replace(side, against=against), other)
 
@@ -38,14 +38,14 @@ def shown(side: EvalSide, other: EvalSide | None = None) -> str:
 
 def test_a_missing_number_is_never_nan_and_small_ones_keep_their_digits() -> None:
     unknown = [math.nan, math.nan]
-    nothing = Difference(reward_mean=math.nan, reward_ci=unknown, pairs=0, distinguishable=False)
+    nothing = PairedDifference(reward_mean=math.nan, reward_ci=unknown, pairs=0, distinguishable=False)
     no_rate = WinRate(mean=math.nan, ci=unknown, ties=math.nan)
     one = side_of(num_prompts=1, reward_mean=math.nan, reward_ci=unknown)
     result = paired(one, replace(one, target="b/step-000002"), nothing, rate=no_rate)
     assert "nan" not in render(result, as_json=False)
     assert json.loads(render(result, as_json=True))["reward_ci"] == [None, None]
     side = side_of(reward_mean=0.000321, reward_ci=[-0.0001, 0.0007], greedy={"reward_mean": 0.04})
-    difference = Difference(reward_mean=-0.00012, reward_ci=[-0.5, 0.00034], pairs=64, distinguishable=False)
+    difference = PairedDifference(reward_mean=-0.00012, reward_ci=[-0.5, 0.00034], pairs=64, distinguishable=False)
     text = render(paired(side, side, difference, rate=no_rate), as_json=False)
     for part in ("0.000321 (0.04)", "-0.0001 to 0.0007", "-0.00012 (95 % interval -0.500 to +0.00034"):
         assert part in text
@@ -88,7 +88,7 @@ def compared(*, pairs: int, dropped: int, greedy: int) -> str:
     """Render two sides on 64 prompts, of which the second one has samples without a reward."""
     metrics = {**NUMBERS, "dropped": dropped}
     other = EvalSide("b/step-000002", Evaluation(metrics, greedy={"dropped": greedy}, why_dropped="agent died"))
-    difference = Difference(reward_mean=0.1, reward_ci=[0.0, 0.2], pairs=pairs, distinguishable=False)
+    difference = PairedDifference(reward_mean=0.1, reward_ci=[0.0, 0.2], pairs=pairs, distinguishable=False)
     return render(paired(side_of(dropped=0, greedy={"dropped": 0}), other, difference), as_json=False)
 
 
@@ -128,9 +128,9 @@ def test_without_a_row_of_kl_there_is_no_caption_of_it() -> None:
 def test_measures_against_references_of_their_own_have_a_caption() -> None:
     held: dict[str, Any] = {"loss": 0.5, "accuracy": 0.75, "num_pairs": 64}
     caption = "each one's own reference"
-    own = Measured(held, own_reference=True)
+    own = TrainerMetrics(held, own_reference=True)
     assert caption in shown(EvalSide("a", measured=own), EvalSide("b", measured=own))
-    assert caption not in shown(EvalSide("a", measured=Measured(held)))  # of sft, which has none
+    assert caption not in shown(EvalSide("a", measured=TrainerMetrics(held)))  # of sft, which has none
 
 
 def test_a_comparison_says_whose_rows_reward_and_limit_it_uses() -> None:

@@ -12,7 +12,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.engines import select_engine
-from tinyrl.generation.library_cache import LayerCache, LibraryCache, Prompts
+from tinyrl.generation.library_cache import LayerCache, LibraryCache, PrefillPass
 from tinyrl.generation.library_decoder import LibraryDecoder
 from tinyrl.models.states import backbone_of
 
@@ -41,7 +41,7 @@ def right_for_two_rows(step: Any, decoder: Any, token: torch.Tensor, *rest: Any,
 def on_top_of_the_last_text(write: Any, layer: LayerCache, key: Any, state: torch.Tensor) -> torch.Tensor:
     before = layer.states[key].clone()
     written = write(layer, key, state)
-    if isinstance(layer.current.batch, Prompts):
+    if isinstance(layer.current.batch, PrefillPass):
         layer.states[key] += before
     return written
 

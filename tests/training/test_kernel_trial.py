@@ -23,7 +23,16 @@ from tinyrl.models.lora import lora_config, wrap_in_lora
 from tinyrl.models.varlen import VarlenRows
 from tinyrl.process.errors import Interrupted
 from tinyrl.training import kernel_trial
-from tinyrl.training.kernel_trial import Choice, Compared, Cost, KernelTrial, Measured, choose, may_choose, refusal
+from tinyrl.training.kernel_trial import (
+    Cost,
+    KernelChoice,
+    KernelTrial,
+    PathComparison,
+    PathMeasures,
+    choose,
+    may_choose,
+    refusal,
+)
 from tinyrl.training.method import Pass
 from tinyrl.training.run import CheckpointState
 from tinyrl.training.step import Updater, role_optimizers
@@ -33,7 +42,7 @@ NONE = Kernels()
 VARLEN = Kernels(varlen_attention=True)
 ONE_PASS = Kernels(one_pass_logits=True)
 BOTH = Kernels(varlen_attention=True, one_pass_logits=True)
-TODAY = Measured({"nats": 0.01, "gradient": 0.02}, [1.0, 1.0, 1.0, 1.0, 1.0], 1000)
+TODAY = PathMeasures({"nats": 0.01, "gradient": 0.02}, [1.0, 1.0, 1.0, 1.0, 1.0], 1000)
 
 
 # ---- the decision ----
@@ -54,15 +63,15 @@ TODAY = Measured({"nats": 0.01, "gradient": 0.02}, [1.0, 1.0, 1.0, 1.0, 1.0], 10
 )
 def test_a_path_is_taken_if_it_is_as_exact_as_fast_and_as_small(change: dict[str, Any], word: str | None):
     """The median of five; a mean distance from float32 of up to 1.5 times that of today's path."""
-    found = refusal(Compared(TODAY, replace(TODAY, **change)))
+    found = refusal(PathComparison(TODAY, replace(TODAY, **change)))
     assert found is None if word is None else word in (found or "")
 
 
-def table(seconds: dict[Kernels, float]) -> Callable[[Kernels, Kernels], Compared]:
+def table(seconds: dict[Kernels, float]) -> Callable[[Kernels, Kernels], PathComparison]:
     """Measure paths by their seconds alone."""
 
-    def compare(today: Kernels, new: Kernels) -> Compared:
-        return Compared(*(replace(TODAY, seconds=[seconds[kernels]]) for kernels in (today, new)))
+    def compare(today: Kernels, new: Kernels) -> PathComparison:
+        return PathComparison(*(replace(TODAY, seconds=[seconds[kernels]]) for kernels in (today, new)))
 
     return compare
 
@@ -95,10 +104,10 @@ class NotOfRuntime(Exception):
 
 @pytest.mark.parametrize("error", [NotOfRuntime("no such instruction"), torch.OutOfMemoryError("no room")])
 def test_a_path_that_raises_is_not_taken_and_the_next_is_tried(error: Exception):
-    def compare(today: Kernels, new: Kernels) -> Compared:
+    def compare(today: Kernels, new: Kernels) -> PathComparison:
         if new.varlen_attention:
             raise error
-        return Compared(TODAY, TODAY)
+        return PathComparison(TODAY, TODAY)
 
     choice = choose(compare, lacks=lambda name: None)
     assert choice.kernels == ONE_PASS
@@ -106,7 +115,7 @@ def test_a_path_that_raises_is_not_taken_and_the_next_is_tried(error: Exception)
 
 
 def test_a_stop_ends_the_trial():
-    def compare(today: Kernels, new: Kernels) -> Compared:
+    def compare(today: Kernels, new: Kernels) -> PathComparison:
         raise Interrupted("SIGTERM")
 
     with pytest.raises(Interrupted):
@@ -255,7 +264,7 @@ def test_a_run_tries_in_its_first_step_and_its_checkpoint_has_the_choice(
 ):
     monkeypatch.setattr(kernel_trial, "may_choose", lambda device: True)
     monkeypatch.setattr(VARLEN_ATTN, flash.varlen_attn)
-    monkeypatch.setattr(kernel_trial, "choose", lambda compare, *, lacks: Choice(VARLEN, ["chosen here"]))
+    monkeypatch.setattr(kernel_trial, "choose", lambda compare, *, lacks: KernelChoice(VARLEN, ["chosen here"]))
     model = {"dtype": "bfloat16"}
     run = {"num_steps": 2, "eval_prompts": 0, "save_every": 1}
     folder = trained(running.config("grpo", tiny_model(tmp_path, "llama"), model=model, run=run), tmp_path)

@@ -16,10 +16,11 @@ from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
 from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.process.launched import Options, launched
-from tinyrl.runs.run_dir import check_new_run, open_run
+from tinyrl.runs.run_dir import RunDir, check_new_run, open_run
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
+    from tinyrl.training.run import Run
 
 OF_A_NEW_RUN = ("METHOD", "--name", "--output-dir", "--overwrite", "--from")
 OF_TRAIN: tuple[Rule, ...] = (
@@ -52,17 +53,8 @@ def train(
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     if resume is not None:
-        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
-        from tinyrl.runs.resolve import changed_config
-        from tinyrl.workers.foreign_code import tell_code
-
         opened = open_run(resume, writes=main)
-        config = changed_config(opened, words)
-        tell_code(opened.path, config)
-        prepared = prepare(config)
-        from tinyrl.training import launch  # with torch
-
-        run = launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
+        run = resumed(opened, words, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
@@ -91,6 +83,22 @@ def train(
     from tinyrl.tools.report import write_report  # with jinja2
 
     return partial(run.go, report=write_report)
+
+
+def resumed(
+    opened: RunDir, words: list[str], *, options: Options, allow_config_change: bool, until: int | None
+) -> Run | None:
+    """Load a run that goes on, with settings laid over its own; None: it is finished."""
+    from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+    from tinyrl.runs.resolve import changed_config
+    from tinyrl.workers.foreign_code import tell_code
+
+    config = changed_config(opened, words)
+    tell_code(opened.path, config)
+    prepared = prepare(config)
+    from tinyrl.training import launch  # with torch
+
+    return launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
 
 
 def print_note(sentence: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -63,9 +65,9 @@ def no_facts(config: Config) -> ModelFacts:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a setting follows from others. reads: those; null_is_value: null is one of its values, and no request to
-    derive it; always: whatever was given, which does not count then (value: None leaves it); fits_model: the value only
-    fits the model, so that another one that was given is none that it should have been.
+    """How a setting follows from others, which it `reads`. null_is_value: null is a value of it, and does not ask to
+    derive it; always: in a new run it replaces what was given, which does not count then (value: None leaves that);
+    fits_model: it is a default that fits the model, and any other value that was given is as good.
     """
 
     setting: str
@@ -85,14 +87,15 @@ def _task_name(config: Config, facts: ModelFacts) -> str:
 
 def _preset_rules(section: type[Section], name: str, presets: Presets) -> Iterator[Rule]:
     """Yield a rule for each field that some preset has another value of than the section."""
-
-    def of_preset(field: str) -> Callable[[Config, ModelFacts], Any]:
-        default = section.model_fields[field].default
-        return lambda config, facts: presets[getattr(config, name).preset].get(field, default)
-
-    fields = {field: None for values in presets.values() for field in values}
+    fields = dict.fromkeys(chain.from_iterable(presets.values()))  # in order, each once
     for field in fields:
-        yield Rule(f"{name}.{field}", (f"{name}.preset",), of_preset(field), null_is_value=True)
+        value = partial(_of_preset, name, field, section.model_fields[field].default, presets)
+        yield Rule(f"{name}.{field}", (f"{name}.preset",), value, null_is_value=True)
+
+
+def _of_preset(section: str, field: str, default: Any, presets: Presets, config: Config, facts: ModelFacts) -> Any:
+    preset = getattr(config, section).preset
+    return presets[preset].get(field, default)
 
 
 def _critic_kind(config: Config, facts: ModelFacts) -> str:
@@ -113,9 +116,9 @@ def _beta(config: Config, facts: ModelFacts) -> float:
     return 2.0 if config.dpo.loss == "simpo" else 0.1
 
 
-def _of_adapter(field: str) -> Callable[[Config, ModelFacts], Any]:
-    """Return the rule of a setting of the adapters, which those that are started from have already."""
-    return lambda config, facts: getattr(facts.adapter, field, None)
+def _of_adapter(field: str, config: Config, facts: ModelFacts) -> Any:
+    """Return what the adapter that is started from has already; None: there is none, or it does not say."""
+    return getattr(facts.adapter, field, None)
 
 
 def _max_new_tokens(config: Config, facts: ModelFacts) -> int:
@@ -143,9 +146,9 @@ RULES = (
     Rule("optim.learning_rate", ("lora.enabled",), _learning_rate),
     Rule("optim.critic_learning_rate", ("lora.enabled",), _critic_learning_rate),
     Rule("dpo.beta", ("dpo.loss",), _beta),
-    Rule("lora.r", ("model.adapter",), _of_adapter("r"), always=True),
-    Rule("lora.alpha", ("model.adapter",), _of_adapter("alpha"), always=True),
-    Rule("lora.target_modules", ("model.adapter",), _of_adapter("target_modules"), always=True),
+    Rule("lora.r", ("model.adapter",), partial(_of_adapter, "r"), always=True),
+    Rule("lora.alpha", ("model.adapter",), partial(_of_adapter, "alpha"), always=True),
+    Rule("lora.target_modules", ("model.adapter",), partial(_of_adapter, "target_modules"), always=True),
     Rule("generation.max_new_tokens", ("model.path",), _max_new_tokens, fits_model=True),
     Rule(
         "environment.max_observation_tokens",

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinyrl.evaluation.evaluate import Evaluation
-    from tinyrl.evaluation.statistics import Difference, WinRate
+    from tinyrl.evaluation.statistics import PairedDifference, WinRate
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrainerMetrics:
     """What a trainer measures on held-out rows."""
 
     metrics: dict[str, Any]
@@ -29,7 +29,7 @@ class Measured:
 class Against:
     """How a policy differs from another one."""
 
-    difference: Difference
+    difference: PairedDifference
     win_rate: WinRate
     left_out: int  # held-out prompts that a policy was trained on
 
@@ -51,7 +51,7 @@ class EvalSide:
 
     target: str
     sampled: Evaluation | None = None
-    measured: Measured | None = None
+    measured: TrainerMetrics | None = None
     against: Against | None = None  # the side that this one is compared with
 
     def as_json(self) -> dict[str, Any]:

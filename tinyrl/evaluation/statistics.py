@@ -128,7 +128,7 @@ def majority_passes(answers: Sequence[Any], passed: Sequence[bool]) -> float:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """Mean difference of two policies' mean rewards, paired by prompt.
 
     pairs: prompts with a reward on both sides; distinguishable: whether the difference is more than chance.
@@ -149,7 +149,7 @@ class WinRate:
     ties: float
 
 
-def paired_difference(ours: list[list[float]], other: list[list[float]]) -> Difference:
+def paired_difference(ours: list[list[float]], other: list[list[float]]) -> PairedDifference:
     """Compute the mean difference of the mean rewards by prompt, with an interval; ours, other: the rewards of each
     prompt's samples.
 
@@ -160,7 +160,7 @@ def paired_difference(ours: list[list[float]], other: list[list[float]]) -> Diff
     valid, (low, high) = numbers(pairs), interval(pairs)
     apart = low > 0.0 or high < 0.0 or (bool(valid) and all_equal(valid))
     enough = sum(pair != 0.0 for pair in valid) >= FEWEST
-    return Difference(
+    return PairedDifference(
         reward_mean=mean(pairs),
         reward_ci=[low, high],
         pairs=len(valid),

@@ -237,7 +237,7 @@ class DoesNotFit(ValueError):
 
 
 @dataclass(frozen=True)
-class Trial:
+class EngineTrial:
     """An engine that was tried, if it could be made; whether its numbers are right (None: they could not be compared);
     and a sentence on that.
     """
@@ -281,35 +281,35 @@ def select_engine(
     return PlainEngine(policy, tokenizer, config), words if plain.agrees else f"{words}; {plain.why}"
 
 
-def try_engine(make: Callable[[], CachedEngine], *, tried: int) -> Trial:
+def try_engine(make: Callable[[], CachedEngine], *, tried: int) -> EngineTrial:
     """Make an engine and compare its decoder with the model's own forward pass. Raises torch.OutOfMemoryError."""
     engine: CachedEngine | None = None
     try:
         engine = make()
         with engine.synced("policy") as decoder:
             if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried):
-                return Trial(engine, agrees=True, why="it matches the model's own forward pass")
-        return Trial(engine, agrees=False, why=OTHER_NUMBERS)
+                return EngineTrial(engine, agrees=True, why="it matches the model's own forward pass")
+        return EngineTrial(engine, agrees=False, why=OTHER_NUMBERS)
     except torch.OutOfMemoryError:
         raise
     except DoesNotFit as error:
-        return Trial(None, agrees=False, why=str(error))
+        return EngineTrial(None, agrees=False, why=str(error))
     except RAISED_BY_TRIALS as error:
-        return Trial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
+        return EngineTrial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
 
 
-def try_plain(policy: Policy, *, tried: int) -> Trial:
+def try_plain(policy: Policy, *, tried: int) -> EngineTrial:
     """Compare plain batches with the model's own forward pass. Raises torch.OutOfMemoryError."""
     try:
         with policy.acting("policy") as model:
             backbone = backbone_of(model)
             forward = partial(next_states, backbone)
             agrees = continues_exactly(backbone, forward, vocabulary=embedding_rows(model), longest=tried)
-        return Trial(None, agrees=agrees, why=OTHER_NUMBERS)
+        return EngineTrial(None, agrees=agrees, why=OTHER_NUMBERS)
     except torch.OutOfMemoryError:
         raise
     except RAISED_BY_TRIALS as error:
-        return Trial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
+        return EngineTrial(None, agrees=None, why=f"a trial ended in {type(error).__name__}: {first_line(error)}")
 
 
 def fused_layout(policy: Policy, longest: int) -> WeightLayout:

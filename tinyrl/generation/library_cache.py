@@ -3,7 +3,7 @@
 Which tensors these are is asked from the library: a text of two tokens goes through its DynamicCache, and each layer
 here gets tensors of the same shapes: keys and values, states of linear attention, convolutions and Mamba, or both.
 
-A forward pass is announced with `begin` (Prompts or Continuation), because the modules hand over keys and values
+A forward pass is announced with `begin` (PrefillPass or Continuation), because the modules hand over keys and values
 without saying whose they are.
 """
 
@@ -52,7 +52,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PrefillPass:
     """A forward pass over prompts, from their beginning."""
 
     spans: list[Span]
@@ -88,7 +88,7 @@ class Continuation:
 class ForwardPass:
     """What the forward pass under way, or to come, is of; shared by a cache and its layers."""
 
-    batch: Prompts | Continuation
+    batch: PrefillPass | Continuation
 
 
 class LayerCache(CacheLayerMixin, LinearAttentionCacheLayerMixin):
@@ -143,7 +143,7 @@ class LayerCache(CacheLayerMixin, LinearAttentionCacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write keys and values (R, heads, L, d) of new tokens; return those that these tokens attend to."""
         batch = self.current.batch
-        if isinstance(batch, Prompts):
+        if isinstance(batch, PrefillPass):
             for p, span in enumerate(batch.spans):
                 tokens = slice(span.first, span.first + span.count)
                 self.keys[span.rows, :, : span.count] = key_states[p, :, tokens]
@@ -164,7 +164,7 @@ class LayerCache(CacheLayerMixin, LinearAttentionCacheLayerMixin):
         know that there is none yet.
         """
         batch = self.current.batch
-        if isinstance(batch, Prompts) or key not in self.states:
+        if isinstance(batch, PrefillPass) or key not in self.states:
             return None
         if isinstance(batch.rows, slice):
             return self.states[key][batch.rows]
@@ -177,7 +177,7 @@ class LayerCache(CacheLayerMixin, LinearAttentionCacheLayerMixin):
         current = self.state(key)
         if current is not None:
             return current.copy_(state)
-        assert isinstance(batch, Prompts)
+        assert isinstance(batch, PrefillPass)
         for p, span in enumerate(batch.spans):
             self.states[key][span.rows] = state[p].to(self.states[key].dtype)
         return state
@@ -208,7 +208,7 @@ class LibraryCache(Cache):
     def __init__(self, like: Cache, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.width = width
         self.can_truncate = not has_states(like)
-        self.current = ForwardPass(Prompts([]))
+        self.current = ForwardPass(PrefillPass([]))
         shape: dict[str, Any] = {"rows": rows, "width": width, "dtype": dtype, "device": device}
         layers: list[Any] = [
             layer if type(layer) is DummyLayer else LayerCache(layer, self.current, number=i, **shape)
@@ -216,7 +216,7 @@ class LibraryCache(Cache):
         ]
         super().__init__(layers=layers)
 
-    def begin(self, batch: Prompts | Continuation) -> None:
+    def begin(self, batch: PrefillPass | Continuation) -> None:
         """Announce the forward pass to come."""
         self.current.batch = batch
 
@@ -226,7 +226,7 @@ class LibraryCache(Cache):
         if isinstance(batch, Continuation) and isinstance(batch.rows, Tensor):
             for (number, key), state in batch.gathered.items():
                 self.layers[number].states[key].index_copy_(0, batch.rows, state)  # pyright: ignore
-        self.current.batch = Prompts([])
+        self.current.batch = PrefillPass([])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # of prompts, as get_mask_sizes; a model of states alone asks as well

@@ -31,7 +31,7 @@ from tinyrl.generation.library_cache import (
     KNOWN_LAYERS,
     Continuation,
     LibraryCache,
-    Prompts,
+    PrefillPass,
     Span,
     has_states,
     row_bytes,
@@ -272,7 +272,7 @@ class LibraryDecoder:
         positions = (columns - first.unsqueeze(1)).clamp(min=0)
         places = zip(rows, first.tolist(), counts, strict=True)
         spans = [Span(slice(row.start, row.stop), start, count) for row, start, count in places]
-        cache.begin(Prompts(spans))
+        cache.begin(PrefillPass(spans))
         states = self._forward(ids.gather(1, positions), mask, positions, cache, inputs)
         return states[torch.arange(len(ids), device=ids.device), first + lengths - 1]
 
@@ -367,7 +367,7 @@ class LibraryDecoder:
         at = torch.ones(1, 1, dtype=torch.long, device=self.device)
         for by_kind in (True, False):
             cache = self.new_cache(1, 4)
-            cache.begin(Prompts([Span(slice(0, 1), first=0, count=1)]))
+            cache.begin(PrefillPass([Span(slice(0, 1), first=0, count=1)]))
             self._forward(at, None, at - 1, cache)
             batch = Continuation(slice(0, 1), at, 3)
             try:

@@ -122,7 +122,7 @@ class Models(AnswerPart):
     data: Annotated[list[ServedModel], Field(min_length=1)]
 
 
-class Logprobs(AnswerPart):
+class ServerLogprobs(AnswerPart):
     token_logprobs: list[Annotated[float, Field(le=ROUNDED, allow_inf_nan=False)]]
 
 
@@ -130,11 +130,11 @@ class ServedChoice(AnswerPart):
     """A completion; `token_ids` with the one that ended it."""
 
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-    logprobs: Logprobs
+    logprobs: ServerLogprobs
     finish_reason: Literal["stop", "length"]
 
 
-class Completions(AnswerPart):
+class ServerCompletions(AnswerPart):
     choices: Annotated[list[ServedChoice], Field(min_length=1, max_length=1)]
 
 
@@ -346,7 +346,7 @@ class ServerEngine(SamplingEngine):
         at_a_time = self.settings.max_rows or AT_A_TIME
         answers = server.ask("POST", COMPLETIONS, bodies, most=at_a_time)
         for sequence, answer, asked in zip(sequences, answers, bodies, strict=True):
-            [choice] = read_as(Completions, answer, server=server, path=COMPLETIONS).choices
+            [choice] = read_as(ServerCompletions, answer, server=server, path=COMPLETIONS).choices
             tokens = choice.token_ids
             logprobs = choice.logprobs.token_logprobs
             if not len(logprobs) == len(tokens) <= asked["max_tokens"]:

@@ -22,9 +22,9 @@ from tinyrl.evaluation.result import (
     Against,
     ComparisonResult,
     EvalSide,
-    Measured,
     TargetResult,
     TrainedOn,
+    TrainerMetrics,
 )
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
@@ -81,7 +81,7 @@ class SampledSides:
 class MeasuredSides:
     """What the first side's trainer measures of all sides on the same rows."""
 
-    measured: list[Measured]
+    measured: list[TrainerMetrics]
     left_out: int | None  # rows that a side was trained on; None where nothing is compared
     trained_on: TrainedOn | None
 
@@ -258,7 +258,7 @@ def _measure_sides(prepared: PreparedEvaluation, run: PreparedRun, *, options: O
     return MeasuredSides(measured=measured, left_out=len(keys) - len(new), trained_on=None)
 
 
-def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> Measured:
+def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> TrainerMetrics:
     """Return a trainer's metrics on rows, for the weights of a checkpoint (None: those that training starts from)."""
     config = run.config
     with closing(load_row_method(run, options=options)) as trainer:
@@ -268,10 +268,10 @@ def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> 
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)
         own_reference = config.method == "dpo" and trainer.policy.has_reference
-        return Measured(trainer.evaluate().metrics, own_reference=own_reference)
+        return TrainerMetrics(trainer.evaluate().metrics, own_reference=own_reference)
 
 
-def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> Measured:
+def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> TrainerMetrics:
     """Measure another side on the rows of the first."""
     config = run.config
     if isinstance(side, Target):

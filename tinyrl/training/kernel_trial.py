@@ -46,7 +46,7 @@ SAMPLED_GRADIENTS = 1 << 24  # numbers of the gradient that are compared, at abo
 
 
 @dataclass(frozen=True)
-class Measured:
+class PathMeasures:
     """A path on a micro-batch: by name its distances from float32, seconds of each repeat, and bytes at the peak."""
 
     gaps: dict[str, float]
@@ -55,11 +55,11 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Compared:
+class PathComparison:
     """The path as it is, and with one more part of it replaced."""
 
-    today: Measured
-    new: Measured
+    today: PathMeasures
+    new: PathMeasures
 
     @property
     def share_of_time(self) -> float:
@@ -72,14 +72,14 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """What is taken, and a line for each path that was tried."""
 
     kernels: Kernels
     notes: list[str]
 
 
-def refusal(found: Compared) -> str | None:
+def refusal(found: PathComparison) -> str | None:
     """Return why a new path is not taken; None where it is."""
     for name, gap in found.new.gaps.items():
         before = found.today.gaps[name]
@@ -92,7 +92,9 @@ def refusal(found: Compared) -> str | None:
     return None
 
 
-def choose(compare: Callable[[Kernels, Kernels], Compared], *, lacks: Callable[[KernelName], str | None]) -> Choice:
+def choose(
+    compare: Callable[[Kernels, Kernels], PathComparison], *, lacks: Callable[[KernelName], str | None]
+) -> KernelChoice:
     """Try one path after the other, each beside what has been taken. compare: measures two; lacks: returns why a path
     cannot be tried. A path that raises, or runs out of memory, is not taken.
     """
@@ -117,7 +119,7 @@ def choose(compare: Callable[[Kernels, Kernels], Compared], *, lacks: Callable[[
             notes.append(f"training: {title}, for {cost} of a micro-batch")
         else:
             notes.append(f"training: not {title}: {why}")
-    return Choice(taken, notes)
+    return KernelChoice(taken, notes)
 
 
 def may_choose(device: Device) -> bool:
@@ -249,7 +251,7 @@ class KernelTrial:
         rows = max(lengths.plan(range(len(items)), max_tokens=tokens), key=len)
         return [items[row] for row in rows]
 
-    def _compare(self, today: Kernels, new: Kernels, widest: Sequence[Pass], items: Sequence[Item]) -> Compared:
+    def _compare(self, today: Kernels, new: Kernels, widest: Sequence[Pass], items: Sequence[Item]) -> PathComparison:
         """Measure two paths, in turns."""
         if self._exact is None:
             self.policy.kernels = Kernels()
@@ -264,12 +266,12 @@ class KernelTrial:
             for kernels, found in costs.items():
                 found.append(self._cost(kernels, widest))
 
-        def measured(kernels: Kernels) -> Measured:
+        def measured(kernels: Kernels) -> PathMeasures:
             found = costs[kernels]
             seconds = [cost.seconds for cost in found]
-            return Measured(gaps[kernels], seconds, peak=max(cost.peak for cost in found))
+            return PathMeasures(gaps[kernels], seconds, peak=max(cost.peak for cost in found))
 
-        return Compared(measured(today), measured(new))
+        return PathComparison(measured(today), measured(new))
 
     def numbers(self, items: Sequence[Item], *, exact: bool) -> Numbers:
         """Compute log-probabilities of items, and the gradient of a weighted sum of them, without dropout. exact: in

@@ -180,7 +180,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Compared:
+class RunChanges:
     """What is another than at the checkpoint, and allowed. read: the hashes of files that settings name; sources: those
     with what workers have imported; notes: on versions, and a schedule that is stretched.
     """
@@ -255,7 +255,7 @@ def _with_steps(config: Config, method: Method) -> Config:
     return config if config.run.epochs is None else config.model_copy(update={"run": method.config.run})
 
 
-def _compare(method: Method, config: Config, kept: Kept, *, allowed: bool) -> Compared:
+def _compare(method: Method, config: Config, kept: Kept, *, allowed: bool) -> RunChanges:
     """Compare settings, files and rows with those of the checkpoint. Raises ValueError for a change that is not
     `allowed`.
     """
@@ -273,7 +273,7 @@ def _compare(method: Method, config: Config, kept: Kept, *, allowed: bool) -> Co
     sources = partial(with_imports, read, code, method.workers, carried=carried)
     inputs = changed_inputs(method, known, sources)
     refuse("what the run reads has changed", inputs, since=since, allowed=allowed)
-    return Compared(changes=[*settings, *inputs], read=read, sources=sources, notes=stretched)
+    return RunChanges(changes=[*settings, *inputs], read=read, sources=sources, notes=stretched)
 
 
 def _notes_of_start(method: Method) -> list[str]:
@@ -282,7 +282,7 @@ def _notes_of_start(method: Method) -> list[str]:
     return [*notes, method.policy.describe_passes()]
 
 
-def _restore(run: Run, kept: Kept, compared: Compared) -> list[str]:
+def _restore(run: Run, kept: Kept, compared: RunChanges) -> list[str]:
     """Put a run where the checkpoint was; return notes. Raises ValueError, which names the changes, where the
     checkpoint does not fit, as where lora.r is another.
     """
@@ -302,7 +302,7 @@ def _restore(run: Run, kept: Kept, compared: Compared) -> list[str]:
     return [*notes, f"resuming {run.folder.path} {where}"]
 
 
-def _write_changes(run: Run, config: Config, kept: Kept, compared: Compared) -> None:
+def _write_changes(run: Run, config: Config, kept: Kept, compared: RunChanges) -> None:
     """Write the checkpoint and the configuration anew; of a changed reward also which steps were under the former."""
     if kept.checkpoint is not None:
         run.save()
@@ -363,6 +363,18 @@ def started_with(folder: RunDir, given: Options) -> tuple[Options, list[str]]:
     return replace(given, device="cpu") if on_cpu else given, []
 
 
+def place_named(origin: str) -> Path:
+    """Return the folder that RUN, RUN@STEP or a checkpoint's path names. Raises ValueError for a step without one."""
+    path = Path(origin)
+    run, at, number = origin.rpartition("@")
+    if path.exists() or not at or not number.isdecimal():
+        return path
+    checkpoint = open_run(run).checkpoints / checkpoints.checkpoint_name(int(number))
+    if not checkpoint.is_dir():
+        raise ValueError(f"{run} has no checkpoint of step {number}: `tinyrl show {run}` lists those")
+    return checkpoint
+
+
 def fork(
     origin: str,
     overrides: list[str],
@@ -378,11 +390,7 @@ def fork(
     there, and its env.json names it. output_dir: default the folder that `origin` is in. Raises ValueError, and
     leaves no folder, where it cannot go on.
     """
-    path, (run_path, at, number) = Path(origin), origin.rpartition("@")
-    if at and number.isdecimal() and not path.exists():
-        path = open_run(run_path).checkpoints / checkpoints.checkpoint_name(int(number))
-        if not path.is_dir():
-            raise ValueError(f"{run_path} has no checkpoint of step {number}: `tinyrl show {run_path}` lists those")
+    path = place_named(origin)
     old = open_run(run_of(path) or path)
     checkpoint = checkpoints.checkpoint_of(path)
     kept = CheckpointState.read(checkpoint)
