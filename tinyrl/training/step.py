@@ -315,7 +315,7 @@ def schedule_notes(config: Config) -> list[str]:
         notes.append(f"warning: {what}: the learning rate gets to {steps / warmup:.0%} of optim.learning_rate")
     of_critic = config.critic.warmup_steps
     if config.uses("critic") and of_critic >= steps:
-        what = f"critic.warmup_steps={of_critic} is no less than run.num_steps={steps}"
+        what = f"critic.warmup_steps={of_critic} is at least run.num_steps={steps}"
         notes.append(f"warning: {what}: only the critic is trained, and the policy stays as it is")
     return notes
 
