@@ -66,3 +66,12 @@ def before_image(tokens: list[int], count: int) -> int:
     while 0 < count < len(tokens) and is_image_id(tokens[count]) and tokens[count] == tokens[count - 1] + 1:
         count -= 1
     return count
+
+
+def opened(image: Image, *, max_pixels: int | None = None):
+    from PIL import Image as Pil
+    from PIL import ImageOps
+
+    with Pil.open(image.path) as file:
+        picture = ImageOps.exif_transpose(file).convert("RGB")
+    return picture

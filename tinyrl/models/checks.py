@@ -151,7 +151,7 @@ def packs_exactly(backbone: Any) -> bool:
     """Return whether the library's states of a few packed tokens are those of the rows one by one. False for eager
     attention, and for attention windows, which are longer than the few tokens.
     """
-    config = backbone.config
+    config = backbone.config.get_text_config(decoder=True)
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     if windows or not getattr(backbone, "_supports_attention_backend", False) or config._attn_implementation == "eager":
         return False

@@ -16,5 +16,6 @@ def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
             attention_mask=batch.attention_mask,
             position_ids=batch.position_ids,
             use_cache=False,
+            **batch.image_inputs,
         )
     return output.last_hidden_state.flatten(0, 1)
