@@ -73,7 +73,7 @@ class CachedEngine(SamplingEngine):
 
     def _decoder_of(self, model: PreTrainedModel) -> AnyDecoder:
         if self.name == "hf":
-            return LibraryDecoder(model, dtype=self.policy.dtype, layout=self.layout)
+            return LibraryDecoder(model, dtype=self.policy.dtype, layout=self.layout, images=self.policy.images)
         assert self.layout is not None
         return Decoder(model, dtype=self.policy.dtype, layout=self.layout)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.data.images import is_image_id
 from tinyrl.models.device import to_device
 from tinyrl.models.packing import Packing, pack, shared_start
 
@@ -78,13 +79,9 @@ class RowPositions:
     shift: int
 
     def behind(self, count: int) -> Tensor:
-        """Return the positions (axes, count) of the first tokens of a response."""
+        """Return the positions (axes, count) of the first tokens of a response without images."""
         axes, length = self.prompt.shape
         return torch.arange(length + self.shift, length + self.shift + count).expand(axes, -1)
-
-    def up_to(self, width: int) -> Tensor:
-        """Return the positions (axes, width) of a row."""
-        return torch.cat([self.prompt, self.behind(width - self.prompt.shape[1])], 1)
 
 
 def positions_of(prompt: list[int], images: ImageInputs | None) -> RowPositions:
@@ -92,6 +89,30 @@ def positions_of(prompt: list[int], images: ImageInputs | None) -> RowPositions:
     if images is None:
         return RowPositions(torch.arange(len(prompt)).unsqueeze(0), shift=0)
     return images.positions(prompt)
+
+
+def behind(own: RowPositions, prompt: list[int], response: list[int], images: ImageInputs | None) -> Tensor:
+    """Return the positions (axes, n) of a response's tokens behind a prompt with positions `own`; it may hold images,
+    where the turns of a conversation are learnt in one pass.
+    """
+    if images is None or not any(map(is_image_id, response)):
+        return own.behind(len(response))
+    return images.positions(prompt + response).prompt[:, len(prompt) :]
+
+
+def _padded_positions(
+    prompts: list[list[int]], responses: list[list[int]], images: ImageInputs, *, width: int
+) -> Tensor:
+    """Return the positions (axes, b, width) of rows padded on the right, 0 where nothing is."""
+    known = dict[tuple[int, ...], RowPositions]()
+    rows = list[Tensor]()
+    for prompt, response in zip(prompts, responses, strict=True):
+        key = tuple(prompt)
+        if key not in known:
+            known[key] = images.positions(prompt)
+        row = torch.cat([known[key].prompt, behind(known[key], prompt, response, images)], 1)
+        rows.append(torch.nn.functional.pad(row, (0, width - row.shape[1])))
+    return torch.stack(rows, 1)
 
 
 def by_axis(positions: Tensor) -> Tensor:
@@ -188,13 +209,12 @@ def batch_of(
         packing = None
         positions = torch.arange(width).expand(len(texts), width)
         if images is not None:
-            own = [images.positions(prompt) for prompt in prompts]
-            positions = by_axis(torch.stack([each.up_to(width) for each in own], 1))
+            positions = by_axis(_padded_positions(prompts, responses, images, width=width))
         state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
         ends = [i * width + len(text) - 1 for i, text in enumerate(texts)]
     image_inputs = dict[str, Any]()
     if images is not None:
-        rows_read = ids.tolist() if packed else prompts
+        rows_read = ids.tolist() if packed else [p + r for p, r in zip(prompts, responses, strict=True)]
         image_inputs = images.inputs(rows_read, ids)
         ids = images.plain(ids)
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
@@ -263,7 +283,7 @@ def _packed(
             last = len(ids) - 1
             before[row] = [last + t if t else root for t in listed[row]]
             ids += tokens
-            positions.append(own.behind(len(tokens)))
+            positions.append(behind(own, [*prompt], tokens, images))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
     return PackedRows(

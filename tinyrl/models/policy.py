@@ -46,6 +46,7 @@ from tinyrl.models.batch import Batch, Item, Tokens, batch_of
 from tinyrl.models.checks import check_head, packs_exactly, supports_fused_layers
 from tinyrl.models.device import Device, move_to_device, to_device
 from tinyrl.models.frozen_copy import frozen_copy
+from tinyrl.models.image_inputs import ImageExpander, ImageInputs
 from tinyrl.models.kernels import Kernels
 from tinyrl.models.loading import FULL_REPORT, embedding_rows, save_tokenizer
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
@@ -106,6 +107,7 @@ class Policy:
         tokens = config.run.micro_batch_tokens
         self.micro_batches = MicroBatches(device.device, tokens, vocabulary=embedding_rows(self.causal))
         self.kernels = Kernels()
+        self.images: ImageInputs | None = None  # of a model that reads them
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -332,6 +334,7 @@ class Policy:
             last_tokens=last_tokens,
             rows=rows,
             varlen=self.kernels.varlen_attention,
+            images=self.images,
         )
 
     def map_samples(
@@ -368,6 +371,11 @@ class Policy:
         outputs += [torch.zeros(len(items), width, device=self.device) for _ in range(count - len(outputs))]
         among.sum(*outputs)
         return tuple(output.cpu() for output in outputs)
+
+    @property
+    def image_expander(self) -> ImageExpander | None:
+        """Return what puts images into prompts, for a model that reads them."""
+        return None if self.images is None else self.images.expander
 
     def lengths(self, items: Sequence[Item]) -> SequenceLengths:
         return SequenceLengths.of(items, packed=self.packs)

@@ -263,6 +263,7 @@ def prepare_rows(
         limit=limit,
         on_overlong_prompt=section.on_overlong_prompt,
         openings=openings,
+        images=policy.image_expander,
     )
     check_ids((prompt.tokens for prompt in prepared), policy.tokenizer, policy.causal)
     return prepared

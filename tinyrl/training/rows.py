@@ -222,7 +222,7 @@ def rendered(
     check_characters(policy.tokenizer, characters, tokens=policy.positions)
     chat = policy.config.task.chat
     how = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "tools": tools}
-    tokens, target = render_answer(policy.tokenizer, prompt, answer, **how)
+    tokens, target = render_answer(policy.tokenizer, prompt, answer, images=policy.image_expander, **how)
     return Example(tokens, (target,))
 
 
