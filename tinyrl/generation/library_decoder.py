@@ -39,7 +39,7 @@ from tinyrl.generation.library_cache import (
 from tinyrl.models.device import HALVES, to_device
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import is_plain_lora
-from tinyrl.models.policy import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
 
