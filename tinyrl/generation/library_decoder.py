@@ -42,7 +42,7 @@ from tinyrl.models.device import HALVES, to_device
 from tinyrl.models.image_inputs import ImageInputs
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import is_plain_lora
-from tinyrl.models.policy import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
 

@@ -14,12 +14,12 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from tinyrl.data.images import is_image_id
 from tinyrl.models.device import to_device
-from tinyrl.models.packing import Packing, pack, shared_start
+from tinyrl.models.packing import Packing, attending, pack, shared_start
 
 if TYPE_CHECKING:
     from tinyrl.models.image_inputs import ImageInputs
@@ -293,3 +293,18 @@ def _packed(
         ends=ends,
         packing=pack(shape, start=start, device=device, varlen=varlen),
     )
+
+
+def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
+    """Compute the hidden states of every position by the library's modules, flat (b * L, H): what models without our
+    layers train with, and what our layers are compared with.
+    """
+    with attending(backbone, batch.packing):
+        output = backbone(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            **batch.image_inputs,
+        )
+    return output.last_hidden_state.flatten(0, 1)

@@ -38,7 +38,8 @@ from tinyrl.models.lora import (
     read_lora_config,
     wrap_in_lora,
 )
-from tinyrl.models.policy import MODEL, VALUE_HEAD, Policy, load_weights
+from tinyrl.models.policy import Policy
+from tinyrl.models.policy_files import MODEL, VALUE_HEAD, load_weights, restore_policy
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -101,12 +102,12 @@ def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
 
 def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str) -> None:
     """Put a frozen adapter on the policy's base. Raises ValueError where it does not fit."""
-    if policy.peft is None:
+    if policy.adapters.peft is None:
         raise ValueError(f"{setting} is an adapter: it needs lora.enabled=true, on its own base")
     config = read_lora_config(str(folder), policy.causal)
     with reading(f"{setting}: {ADAPTER_CONFIG} does not fit this base model"):
-        policy.add_adapter(name, config=config)
-    load_adapter_weights(policy.peft, name, folder / ADAPTER_FILE)
+        policy.adapters.add(name, config=config)
+    load_adapter_weights(policy.adapters.peft, name, folder / ADAPTER_FILE)
     policy.keep_trainable()
 
 
@@ -226,13 +227,13 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     if run is None:
         return
     if not run.trains.policy:  # a reward model of adapters
-        assert policy.peft is not None
-        load_adapter_weights(policy.peft, "critic", folder / ADAPTER_FILE)
+        assert policy.adapters.peft is not None
+        load_adapter_weights(policy.adapters.peft, "critic", folder / ADAPTER_FILE)
         load_weights(head, folder / SCORE_HEAD)
     elif isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
         load_weights(head, folder / VALUE_HEAD)  # the backbone was loaded before it got adapters
     else:
-        policy.load(folder, only="critic")
+        restore_policy(policy, folder, only="critic")
 
 
 def _separate_model(config: Config, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

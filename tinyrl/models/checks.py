@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import DynamicCache, PreTrainedModel
 
-from tinyrl.models.batch import Batch, batch_of, examples
+from tinyrl.models.batch import Batch, batch_of, examples, library_states
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.layers import can_run_now, fused_states, has_known_parts, recomputes
-from tinyrl.models.library_states import library_states
 from tinyrl.models.loading import embedding_rows, reading
 from tinyrl.models.packing import CannotPack
 

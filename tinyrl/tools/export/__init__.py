@@ -37,7 +37,7 @@ from tinyrl.models.loading import (
     save_tokenizer,
 )
 from tinyrl.models.lora import load_start_adapter
-from tinyrl.models.policy import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
