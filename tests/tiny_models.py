@@ -87,10 +87,10 @@ def tiny_model(
     assert kind != "qwen2" or vocabulary is None, "transformers would replace a tokenizer of words beside qwen2"
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos, vocabulary=vocabulary)
     config = tiny_config(kind, tokenizer)
-    with _seeded(seed):
+    with seeded(seed):
         auto = AutoModelForImageTextToText if kind.endswith("-vl") else AutoModelForCausalLM
         model = auto.from_config(config)
-        _spread(model)
+        spread(model)
     return _save(model, tokenizer, folder)
 
 
@@ -101,9 +101,9 @@ def sharp_model(folder: Path, kind: str = "llama", *, seed: int = 0, deviation: 
     tokenizer = tiny_tokenizer()
     config = tiny_config(kind, tokenizer)
     config.update(shape)
-    with _seeded(seed), torch.no_grad():
+    with seeded(seed), torch.no_grad():
         model: Any = AutoModelForCausalLM.from_config(config)
-        _spread(model)
+        spread(model)
         ids = torch.arange(40).reshape(4, 10) * 6
         model.base_model.norm.weight.mul_(deviation / model.eval()(input_ids=ids).logits.std())
     return _save(model, tokenizer, folder)
@@ -122,9 +122,9 @@ def tiny_reward_model(
     tokenizer = tiny_tokenizer(pad_is_eos=pad_is_eos, vocabulary=vocabulary)
     config = tiny_config(kind, tokenizer)
     config.id2label, config.label2id = dict(enumerate(labels)), {name: i for i, name in enumerate(labels)}
-    with _seeded(seed):
+    with seeded(seed):
         model = AutoModelForSequenceClassification.from_config(config)
-        _spread(model)
+        spread(model)
     return _save(model, tokenizer, folder)
 
 
@@ -174,14 +174,14 @@ def tiny_config(kind: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConf
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Draw from a generator of our own: making a model must not shift the random numbers of the test."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
 
 
-def _spread(model: PreTrainedModel) -> None:
+def spread(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
