@@ -1,0 +1,205 @@
+"""Small random vision-language models with their tokenizer and processor, written to a folder as `save_pretrained`
+writes them. A picture of 32 x 32 pixels takes 4 tokens (Qwen's: 16, and more where it is larger).
+
+Image processors are of the PIL backend, and files are laid out as on the hub: preprocessor_config.json, and
+processor_config.json where the processor has settings of its own. Of Qwen's and SmolVLM's processors the library's
+AutoProcessor loads the video part too, which needs torchvision (`tinyrl.models.loading.load_processor` leaves it out);
+SmolVLM's needs num2words besides, so Idefics3's, whose shape it shares, takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tokenizers import AddedToken
+from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedTokenizerFast
+from transformers.image_processing_backends import PilBackend
+
+from tests.tiny_models import EOS, HIDDEN, PAD, POSITIONS, SIGLIP, WINDOWS, seeded, spread, tiny_tokenizer
+
+SIDE = 32  # pixels of a test's picture
+QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SMOLVLM_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+# A message's content is text, or parts of the types image and text.
+TEMPLATE = """\
+{%- for message in messages %}{{ OPEN + message['role'] + '\n' }}
+{%- if message['content'] is string %}{{ message['content'] }}
+{%- else %}{% for part in message['content'] %}
+{%- if part['type'] == 'image' %}{{ IMAGE }}{% else %}{{ part['text'] }}{% endif %}
+{%- endfor %}{% endif %}{{ CLOSE + '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ OPEN + 'assistant\n' }}{% endif %}"""
+TEXT = {"hidden_size": HIDDEN, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": POSITIONS}  # fmt: skip
+M_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's tokenizer, configuration and processor are made."""
+
+    tokens: tuple[str, ...]
+    image: str  # what the chat template writes for an image
+    config: Callable[[PreTrainedTokenizerFast], PretrainedConfig]
+    images: Callable[[], PilBackend]
+    processor: dict[str, Any]  # its class, and its own settings
+
+
+def tiny_vision(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a vision-language model of FAMILIES, its tokenizer and its processor into `folder`, which is returned."""
+    own = FAMILIES[family]
+    tokenizer = vision_tokenizer(family)
+    config = own.config(tokenizer)
+    with seeded(seed):
+        model = AutoModelForImageTextToText.from_config(config)
+        spread(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    images = own.images().to_dict() | {"processor_class": own.processor["processor_class"]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    if len(own.processor) > 1:
+        (folder / "processor_config.json").write_text(json.dumps(own.processor))
+    return folder
+
+
+def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of bytes with the family's special tokens and a chat template that writes images."""
+    own = FAMILIES[family]
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(t, special=True) for t in own.tokens]})  # pyright: ignore[reportArgumentType]
+    if family == "gemma3":
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer,
+            eos_token=tokenizer.eos_token,
+            pad_token=tokenizer.pad_token,
+            model_max_length=POSITIONS,
+            extra_special_tokens=GEMMA_TOKENS,
+        )
+    written = TEMPLATE.replace("OPEN", repr("<turn>")).replace("CLOSE", repr(EOS))
+    tokenizer.chat_template = written.replace("IMAGE", repr(own.image))
+    return tokenizer
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, **names: str) -> dict[str, Any]:
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in names.items()}
+
+
+def _text(tokenizer: PreTrainedTokenizerFast, **own: Any) -> dict[str, Any]:
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return {**TEXT, "vocab_size": len(tokenizer), **ends, **own}
+
+
+def _qwen_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return _ids(
+        tokenizer,
+        image_token_id="<|image_pad|>",
+        video_token_id="<|video_pad|>",
+        vision_start_token_id="<|vision_start|>",
+        vision_end_token_id="<|vision_end|>",
+    )
+
+
+def _qwen2_5_vl(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": HIDDEN, "window_size": 16, "fullatt_block_indexes": [1]}  # fmt: skip
+    return transformers.Qwen2_5_VLConfig(
+        text_config=_text(tokenizer, rope_parameters=M_ROPE),  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        tie_word_embeddings=True,
+        **_qwen_ids(tokenizer),
+    )
+
+
+def _qwen3_vl(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": HIDDEN, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}  # fmt: skip
+    text = _text(tokenizer, head_dim=8, rope_parameters={**M_ROPE, "mrope_interleaved": True})
+    return transformers.Qwen3VLConfig(
+        text_config=text,  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        tie_word_embeddings=True,
+        **_qwen_ids(tokenizer),
+    )
+
+
+def _smolvlm(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": SIDE, "patch_size": 8}  # fmt: skip
+    return transformers.SmolVLMConfig(
+        text_config={"model_type": "llama", **_text(tokenizer)},  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        scale_factor=2,
+        tie_word_embeddings=False,
+        **_ids(tokenizer, image_token_id="<image>", pad_token_id=PAD),
+    )
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    text = _text(tokenizer, head_dim=8, sliding_window=64, layer_types=WINDOWS)
+    ids = _ids(
+        tokenizer,
+        boi_token_index="<start_of_image>",
+        eoi_token_index="<end_of_image>",
+        image_token_id="<image_soft_token>",
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    return transformers.Gemma3Config(
+        text_config=text,  # pyright: ignore[reportArgumentType]
+        vision_config=SIGLIP,  # pyright: ignore[reportArgumentType]
+        mm_tokens_per_image=4,
+        tie_word_embeddings=True,
+        **ids,
+    )
+
+
+def _qwen_images() -> PilBackend:
+    size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
+    return transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
+
+
+def _smolvlm_images() -> PilBackend:
+    size = {"longest_edge": SIDE}
+    return transformers.Idefics3ImageProcessorPil(size=size, max_image_size=size, do_image_splitting=False)
+
+
+def _gemma_images() -> PilBackend:
+    return transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+
+
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+FAMILIES = {
+    "qwen2_5_vl": Family(
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        config=_qwen2_5_vl,
+        images=_qwen_images,
+        processor={"processor_class": "Qwen2_5_VLProcessor"},
+    ),
+    "qwen3_vl": Family(
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        config=_qwen3_vl,
+        images=_qwen_images,
+        processor={"processor_class": "Qwen3VLProcessor"},
+    ),
+    "smolvlm": Family(
+        tokens=SMOLVLM_TOKENS,
+        image="<image>",
+        config=_smolvlm,
+        images=_smolvlm_images,
+        processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
+    ),
+    "gemma3": Family(
+        tokens=(*GEMMA_TOKENS.values(),),
+        image="<start_of_image>",
+        config=_gemma3,
+        images=_gemma_images,
+        processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+}
