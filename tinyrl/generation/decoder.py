@@ -266,6 +266,8 @@ class Decoder:
     knows_causal: whether the device's attention has a causal kernel for fewer queries than keys, which needs no mask.
     """
 
+    extends_images = True  # models with images have other decoders
+
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout) -> None:
         self.model = model
         self.dtype = dtype

@@ -287,7 +287,7 @@ def try_engine(make: Callable[[], CachedEngine], *, tried: int) -> EngineTrial:
     try:
         engine = make()
         with engine.synced("policy") as decoder:
-            if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried):
+            if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried, images=engine.policy.images):
                 return EngineTrial(engine, agrees=True, why="it matches the model's own forward pass")
         return EngineTrial(engine, agrees=False, why=OTHER_NUMBERS)
     except torch.OutOfMemoryError:

@@ -190,7 +190,7 @@ class LibraryDecoder:
         self.like = self._library_cache(backbone)
         self.has_states = has_states(self.like)
         self.windows = windows_of(config)
-        self.extends_images = images is not None and not images.sees_ahead and not self.has_states
+        self.extends_images = images is None or not (images.sees_ahead or self.has_states)
         self.release()
 
     def _replacement(self, layer: nn.Module) -> SampledLinear | None:

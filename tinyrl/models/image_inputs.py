@@ -13,11 +13,12 @@ Differences from the library's own call, each pinned in tests/models/test_image_
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,9 @@ from tinyrl.data.images import FIRST_IMAGE_ID, Image, image_ids, is_image_id, ke
 from tinyrl.models.batch import RowPositions
 from tinyrl.models.device import to_device
 from tinyrl.models.tokens import token_ids, token_ids_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 GRID = "image_grid_thw"  # of an image, in patches: what several axes of positions are made of
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
@@ -51,7 +55,7 @@ class ImageExpander:
     """
 
     def __init__(
-        self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, *, placeholder: int, max_pixels: int | None
+        self, processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase, *, placeholder: int, max_pixels: int
     ) -> None:
         self.processor: Any = processor
         self.tokenizer = tokenizer
@@ -63,7 +67,7 @@ class ImageExpander:
 
     def process(self, image: Image) -> Processed:
         """Run the processor on an image. Raises ValueError where the file cannot be read."""
-        picture = opened(image, max_pixels=self.max_pixels)
+        picture = within(opened(image), self.max_pixels)
         processed = self.processor(
             images=[picture],
             text=[self.mark],
@@ -88,6 +92,11 @@ class ImageExpander:
             done = self.process(image)
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
         return self._expansions[image.key]
+
+    def tokens_of(self, image: Image) -> list[int]:
+        """Return the tokens of an image alone."""
+        [row] = self.tokenised([self.mark], [[image]])
+        return row
 
     def tokenised(self, texts: Sequence[str], images: Sequence[Sequence[Image]]) -> list[list[int]]:
         """Tokenise rendered prompts, each with the mark in place of every image of its own. Raises ValueError where a
@@ -162,6 +171,11 @@ class ImageInputs:
         self._in_lists = False  # whether it has lists of tensors
         self._features: OrderedDict[int, Features] = OrderedDict()
 
+    def tried(self, image: Image, vocabulary: int) -> list[int]:
+        """Return tokens with an image between ordinary ones, to compare numbers on."""
+        before = ordinary_ids(vocabulary, 3)
+        return [*before, *self.expander.tokens_of(image), *ordinary_ids(vocabulary, 24, start=3)]
+
     # ---- features ----
 
     def features(self, key: int) -> Features:
@@ -175,8 +189,7 @@ class ImageInputs:
 
     def _computed(self, key: int) -> Features:
         pixels = self.expander.process(self.expander.images[key]).pixels
-        reads = {*inspect.signature(self.backbone.get_image_features).parameters}
-        given = {name: to_device(value, self.device) for name, value in pixels.items() if name in reads}
+        given = self._read_by(self.backbone.get_image_features, pixels)
         self.tower_passes += 1
         # The same bits whatever pass asks: outside of autocast, and usable by passes with and without gradients.
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -185,6 +198,29 @@ class ImageInputs:
         self._in_lists = isinstance(output.pooler_output, list | tuple)
         deep = getattr(output, "deepstack_features", None) or ()
         return Features(_rows(output.pooler_output), tuple(map(_rows, deep)), pixels.get(GRID))
+
+    def _read_by(self, function: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that a function of the model takes, on its device."""
+        names = {*inspect.signature(function).parameters}
+        return {name: to_device(value, self.device) for name, value in tensors.items() if name in names}
+
+    def library_states(self, tokens: list[int]) -> Tensor:
+        """Compute the states (n, H) of a row with one image as the library does it, from pixels."""
+        keys = {piece.key for piece in pieces_of(tokens)}
+        [key] = keys
+        ids = torch.tensor([tokens])
+        is_image = (ids >= FIRST_IMAGE_ID).long()
+        given = {
+            **self.expander.process(self.expander.images[key]).pixels,
+            "input_ids": self.plain(ids),
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": is_image,
+            "token_type_ids": is_image,
+        }
+        states = self.backbone(**self._read_by(self.backbone.forward, given), use_cache=False).last_hidden_state[0]
+        if hasattr(self.backbone, "rope_deltas"):
+            self.backbone.rope_deltas = None
+        return states
 
     def _encoded(self, pieces: list[Piece]) -> Any:
         """Return the features of the pieces of a pass in the shape of the library's output."""
@@ -228,6 +264,15 @@ class ImageInputs:
             ids, mm_token_type_ids=is_image.long(), image_grid_thw=torch.cat(grids), attention_mask=torch.ones_like(ids)
         )
         return RowPositions(found[:, 0], shift=int(found.max()) + 1 - len(row))
+
+
+def within(picture: Picture, max_pixels: int) -> Picture:
+    """Scale an image down to at most `max_pixels`, by the same factor in both directions; a smaller one stays."""
+    width, height = picture.size
+    if width * height <= max_pixels:
+        return picture
+    factor = math.sqrt(max_pixels / (width * height))
+    return picture.resize((max(1, math.floor(width * factor)), max(1, math.floor(height * factor))))
 
 
 def pieces_of(row: list[int]) -> list[Piece]:

@@ -34,7 +34,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.models.adapters import Adapters
 from tinyrl.models.batch import Batch, Item, Tokens, batch_of
-from tinyrl.models.checks import check_head, packs_exactly, supports_fused_layers
+from tinyrl.models.checks import (
+    check_head,
+    check_images,
+    packs_exactly,
+    packs_images_exactly,
+    supports_fused_layers,
+)
 from tinyrl.models.device import Device, move_to_device, to_device
 from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.image_inputs import ImageExpander, ImageInputs
@@ -308,6 +314,17 @@ class Policy:
         outputs += [torch.zeros(len(items), width, device=self.device) for _ in range(count - len(outputs))]
         among.sum(*outputs)
         return tuple(output.cpu() for output in outputs)
+
+    def try_images(self) -> None:
+        """Compare numbers on an image with the library's, once prompts have been tokenised. Raises ValueError where
+        states behind it are different; rows are padded where only packed ones are.
+        """
+        if self.images is None or not self.images.expander.images:
+            return
+        backbone = self.backbone("policy")
+        with self.acting("policy"):
+            check_images(self.images, backbone)
+            self.packs = self.packs and packs_images_exactly(backbone, self.images)
 
     @property
     def image_expander(self) -> ImageExpander | None:
