@@ -137,9 +137,15 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
 # ---- packed rows and our layers ----
 
 
+def _with_image(images: ImageInputs, vocabulary: int) -> list[int]:
+    """Return ordinary tokens around those of an image."""
+    first = next(iter(images.expander.images.values()))
+    return [*ordinary_ids(vocabulary, 3), *images.expander.tokens_of(first), *ordinary_ids(vocabulary, 24, start=3)]
+
+
 def check_images(images: ImageInputs, backbone: Any) -> None:
     """Raise ValueError unless states behind an image are the library's, which runs the tower in every pass."""
-    tokens = images.tried(next(iter(images.expander.images.values())), embedding_rows(backbone))
+    tokens = _with_image(images, embedding_rows(backbone))
     batch = batch_of(examples([tokens], [[]]), device=images.device, images=images)
     with torch.no_grad():
         agree = _alike([library_states(backbone, batch)], lambda: [images.library_states(tokens)], backbone)
@@ -185,7 +191,7 @@ def packs_exactly(backbone: Any) -> bool:
 @torch.no_grad()
 def packs_images_exactly(backbone: Any, images: ImageInputs) -> bool:
     """Return whether the states of packed rows behind a prompt with an image are those of the rows one by one."""
-    tokens = images.tried(next(iter(images.expander.images.values())), embedding_rows(backbone))
+    tokens = _with_image(images, embedding_rows(backbone))
     ids = ordinary_ids(embedding_rows(backbone), 12, start=50)
     items = examples([tokens, tokens, tokens[1:]], [ids[:4], ids[4:9], ids[9:]])
 
@@ -331,9 +337,8 @@ def decodes_exactly(
     vocabulary = len(decoder.embedding)
     short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(8 if half else 2)]
     long = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else []
-    shown = next(iter(images.expander.images.values()), None) if images is not None else None
-    with_image = [] if images is None or shown is None else [images.tried(shown, vocabulary)]
-    parts = [texts for texts in (short, long, with_image and [*with_image, short[0]]) if texts]
+    shown = [] if images is None or not images.expander.images else [_with_image(images, vocabulary), short[0]]
+    parts = [texts for texts in (short, long, shown) if texts]
     ours = [states for texts in parts for states in decoded_states(decoder, texts)]
     return _are_the_librarys(backbone, [*chain(*parts)], ours, dtype=decoder.dtype, images=images)
 

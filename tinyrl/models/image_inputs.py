@@ -171,11 +171,6 @@ class ImageInputs:
         self._in_lists = False  # whether it has lists of tensors
         self._features: OrderedDict[int, Features] = OrderedDict()
 
-    def tried(self, image: Image, vocabulary: int) -> list[int]:
-        """Return tokens with an image between ordinary ones, to compare numbers on."""
-        before = ordinary_ids(vocabulary, 3)
-        return [*before, *self.expander.tokens_of(image), *ordinary_ids(vocabulary, 24, start=3)]
-
     # ---- features ----
 
     def features(self, key: int) -> Features:
