@@ -39,7 +39,7 @@ from tinyrl.generation.library_cache import (
 )
 from tinyrl.models.batch import by_axis
 from tinyrl.models.device import HALVES, to_device
-from tinyrl.models.image_inputs import ImageInputs
+from tinyrl.models.image_inputs import ImageInputs, ImagePass
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import is_plain_lora
 from tinyrl.models.memory import weight_bytes
@@ -147,7 +147,7 @@ def windows_of(config: Any) -> dict[str, Window]:
 
 @dataclass(frozen=True)
 class TokensRead:
-    """What a forward pass reads of tokens (R, L): ids, positions (R, L) or (3, R, L), and images by name.
+    """What a forward pass reads of tokens (R, L): ids, positions (R, L) or (3, R, L), and images if there are any.
 
     shift (R,): of the position of a row's next token from its number in the row; None where rows have no images.
     """
@@ -155,7 +155,7 @@ class TokensRead:
     ids: Tensor
     positions: Tensor
     shift: Tensor | None
-    images: dict[str, Any]
+    images: ImagePass | None
 
 
 class LibraryDecoder:
@@ -397,7 +397,7 @@ class LibraryDecoder:
         tokens, of each row from column `first` (None: 0) on, if there may be images; shift (R,): of the rows so far.
         """
         if self.images is None:
-            return TokensRead(ids, numbers, None, {})
+            return TokensRead(ids, numbers, None, None)
         shift = torch.zeros(len(ids), dtype=torch.long, device=self.device) if shift is None else shift
         positions = (numbers + shift.unsqueeze(1)).expand(self.images.axes, *numbers.shape)
         with_images = [row for row, tokens in enumerate(rows) if any(map(is_image_id, tokens))]
@@ -410,8 +410,7 @@ class LibraryDecoder:
             begins = numbers[row, column] + shift[row]
             positions[:, row, column : column + len(rows[row])] = to_device(own.prompt, self.device) + begins
             shift[row] += own.shift
-        inputs = self.images.inputs(rows, ids)
-        return TokensRead(self.images.plain(ids), by_axis(positions), shift, inputs)
+        return TokensRead(self.images.plain(ids), by_axis(positions), shift, self.images.of_pass(rows, ids))
 
     def _masks(self, positions: Tensor, width: int, *, by_kind: bool) -> Any:
         """Return the additive mask (R, 1, L, width) of tokens at positions (R, L): of each kind of layer, or the one
@@ -454,12 +453,14 @@ class LibraryDecoder:
         # A row that has ended is decoded on beside the others; learned positions have a last one.
         positions = read.positions.clamp(max=self.last_position)
         with self._autocast():
-            output = self.backbone(
-                input_ids=read.ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **read.images,
-            )
+            options: dict[str, Any] = {
+                "attention_mask": mask,
+                "position_ids": positions,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
+            if read.images is None:
+                output = self.backbone(input_ids=read.ids, **options)
+            else:
+                output = read.images.run(self.backbone, read.ids, **options)
         return output.last_hidden_state.to(self.dtype)

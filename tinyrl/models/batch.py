@@ -9,7 +9,7 @@ padding position.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from tinyrl.models.device import to_device
 from tinyrl.models.packing import Packing, attending, pack, shared_start
 
 if TYPE_CHECKING:
-    from tinyrl.models.image_inputs import ImageInputs
+    from tinyrl.models.image_inputs import ImageInputs, ImagePass
 
 Tokens = Literal["loss", "rewarded", "all"]  # which of the chosen tokens: in the loss, of rewarded samples, or all
 
@@ -129,8 +129,7 @@ class Batch:
     flat value belongs in a (b, T) tensor, `state_index` (N,) which of the positions predicts it, `targets` (N,) its id.
     `last_index` (b,) is the position of each row's last token, None where the input leaves it out. `items` are what the
     rows were made of, all first responses before all second ones; `rows` are their places among the items of the pass.
-    `image_inputs` is what the
-    model reads of images, by name (image_inputs.py).
+    `images` are those of the rows (image_inputs.py); None: there are none.
     """
 
     input_ids: Tensor
@@ -146,7 +145,7 @@ class Batch:
     packing: Packing | None = None
     items: Sequence[Any] = ()
     rows: Sequence[int] = ()
-    image_inputs: dict[str, Any] = field(default_factory=dict)
+    images: ImagePass | None = None
 
     def to_rows(self, flat: Tensor) -> Tensor:
         """Lay flat (N,) out as (b, T) with 0 where no token is listed; differentiable."""
@@ -212,10 +211,10 @@ def batch_of(
             positions = by_axis(_padded_positions(prompts, responses, images, width=width))
         state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
         ends = [i * width + len(text) - 1 for i, text in enumerate(texts)]
-    image_inputs = dict[str, Any]()
+    image_pass: ImagePass | None = None
     if images is not None:
         rows_read = ids.tolist() if packed else [p + r for p, r in zip(prompts, responses, strict=True)]
-        image_inputs = images.inputs(rows_read, ids)
+        image_pass = images.of_pass(rows_read, ids)
         ids = images.plain(ids)
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
     row = [i for i, columns in enumerate(listed) for _ in columns]
@@ -237,7 +236,7 @@ def batch_of(
         packing=packing,
         items=items,
         rows=range(len(items)) if rows is None else rows,
-        image_inputs=image_inputs,
+        images=image_pass,
     )
 
 
@@ -299,12 +298,14 @@ def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
     """Compute the hidden states of every position by the library's modules, flat (b * L, H): what models without our
     layers train with, and what our layers are compared with.
     """
+    options: dict[str, Any] = {
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+    }
     with attending(backbone, batch.packing):
-        output = backbone(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            **batch.image_inputs,
-        )
+        if batch.images is None:
+            output = backbone(input_ids=batch.input_ids, **options)
+        else:
+            output = batch.images.run(backbone, batch.input_ids, **options)
     return output.last_hidden_state.flatten(0, 1)

@@ -1,8 +1,8 @@
 """Images as a vision-language model reads them: their tokens in a prompt, and the features that stand in their places.
 
 The tower is frozen, so the features of an image are constants. They are computed once, one image at a time, so that no
-batch and no eviction changes a bit of them, and every pass of policy, reference and sampling reads the same ones
-(`mm_encoder_outputs`, which the library's models take in place of `pixel_values`).
+batch and no eviction changes a bit of them, and every pass of policy, reference and sampling reads the same ones: in
+the place of embeddings, or as `mm_encoder_outputs`, which the library's models take in place of `pixel_values`.
 
 Differences from the library's own call, each pinned in tests/models/test_image_inputs.py:
 - positions are always given, also behind the prompt: models with rotary positions of several axes (2409.12191, section
@@ -150,6 +150,32 @@ class Piece:
     stop: int
 
 
+@dataclass(frozen=True)
+class ImagePass:
+    """The images of a pass over tokens (b, L). places (b, L): where an image is; features (n, H): of these, row by row.
+
+    encoded: the same in the shape of the library's output, for a model that adds features in its layers too;
+    marks_places: the model is told the places, since those of an image see one another.
+    """
+
+    places: Tensor
+    features: Tensor
+    encoded: Any
+    marks_places: bool
+
+    def run(self, backbone: Any, ids: Tensor, **options: Any) -> Any:
+        """Run the backbone over ids (b, L) with features in the places of images. Only the embedding's other rows have
+        a gradient.
+        """
+        if self.marks_places:
+            options["token_type_ids"] = self.places.long()
+        if self.encoded is not None:
+            return backbone(input_ids=ids, mm_encoder_outputs={"image": self.encoded}, **options)
+        embedded = backbone.get_input_embeddings()(ids)
+        features = self.features.to(embedded.dtype)
+        return backbone(inputs_embeds=embedded.masked_scatter(self.places.unsqueeze(-1), features), **options)
+
+
 class ImageInputs:
     """The images of prompts for the backbone of a vision-language model.
 
@@ -217,14 +243,10 @@ class ImageInputs:
             self.backbone.rope_deltas = None
         return states
 
-    def _encoded(self, pieces: list[Piece]) -> Any:
-        """Return the features of the pieces of a pass in the shape of the library's output."""
-        found = [(self.features(piece.key), slice(piece.start, piece.stop)) for piece in pieces]
-        pooled = torch.cat([features.pooled[where] for features, where in found])
-        layers = len(found[0][0].deep)
-        deep = [torch.cat([features.deep[layer][where] for features, where in found]) for layer in range(layers)]
-        more = {"deepstack_features": [[each] for each in deep]} if deep else {}
-        return self._output_class(pooler_output=[pooled] if self._in_lists else pooled, **more)
+    def _encoded(self, pooled: Tensor, deep: list[Tensor]) -> Any:
+        """Return features in the shape of the library's output."""
+        whole = [pooled] if self._in_lists else pooled
+        return self._output_class(pooler_output=whole, deepstack_features=[[each] for each in deep])
 
     # ---- passes ----
 
@@ -233,17 +255,20 @@ class ImageInputs:
         ids = torch.where(ids == self.expander.placeholder, self.unread, ids)
         return torch.where(ids >= FIRST_IMAGE_ID, self.expander.placeholder, ids)
 
-    def inputs(self, rows: Iterable[list[int]], ids: Tensor) -> dict[str, Any]:
-        """Return what the backbone reads of the images in a pass over tokens ids (b, L), by name. rows: the same tokens
-        without padding.
+    def of_pass(self, rows: Iterable[list[int]], ids: Tensor) -> ImagePass | None:
+        """Return the images of a pass over tokens ids (b, L); None where there are none. rows: the same tokens without
+        padding.
         """
         pieces = [piece for row in rows for piece in pieces_of(row)]
         if not pieces:
-            return {}
-        found = dict[str, Any](mm_encoder_outputs={"image": self._encoded(pieces)})
-        if self.sees_ahead:
-            found["token_type_ids"] = to_device((ids >= FIRST_IMAGE_ID).long(), self.device)
-        return found
+            return None
+        found = [(self.features(piece.key), slice(piece.start, piece.stop)) for piece in pieces]
+        places = to_device(ids >= FIRST_IMAGE_ID, self.device)
+        pooled = torch.cat([features.pooled[where] for features, where in found])
+        layers = range(len(found[0][0].deep))
+        deep = [torch.cat([features.deep[layer][where] for features, where in found]) for layer in layers]
+        encoded = self._encoded(pooled, deep) if deep else None
+        return ImagePass(places, pooled, encoded, marks_places=self.sees_ahead)
 
     def positions(self, row: list[int]) -> RowPositions:
         """Return the positions of the tokens of a prompt, or of what comes first in a row."""
