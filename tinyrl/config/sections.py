@@ -167,6 +167,9 @@ class ModelConfig(Section):
         default=None, description="LoRA adapter to start from; a frozen copy is the reference"
     )
     random_init: bool = Field(default=False, description="start from random weights (run.seed), to train from scratch")
+    image_cache_gb: NonNegativeFloat = Field(
+        default=1.0, description="memory for image features that are kept: the vision tower runs once per image"
+    )
 
 
 class LoraSection(Section):
@@ -264,6 +267,12 @@ class TaskConfig(Section):
     )
     grading: Literal["task", "math"] = Field(
         default="task", description="task: the task's verifier; math: math-verify, for formulas"
+    )
+    max_pixels: Positive = Field(
+        default=401_408, description="maximum pixels of an image; one with more is scaled down, its aspect ratio kept"
+    )
+    fetch_images: bool = Field(
+        default=False, description="fetch images at http addresses, once, into a cache; false: refuse them"
     )
 
 
