@@ -26,7 +26,14 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.device import Device
-from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_model_config, load_tokenizer
+from tinyrl.models.loading import (
+    NoHead,
+    check_vocabulary,
+    load_causal_lm,
+    load_image_text_model,
+    load_model_config,
+    load_tokenizer,
+)
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -35,6 +42,7 @@ from tinyrl.models.lora import (
     load_adapter_weights,
     load_start_adapter,
     lora_config,
+    on_language_model,
     read_lora_config,
     wrap_in_lora,
 )
@@ -63,13 +71,16 @@ def build_policy(
 ) -> Policy:
     """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
     dtype = device.dtype
+    with_images = bool(config.model.with_images)
     if teacher and config.learns_from_teacher:
         _check_top_k(config, trust_remote_code)
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
-        model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
+        dropout = config.lora.dropout
+        model = load_start_adapter(model, config.model.adapter, dropout=dropout, with_images=with_images)
     elif config.lora.enabled:
-        model = wrap_in_lora(model, _fresh_adapter(config, dropout=config.lora.dropout))
+        adapter = _fresh_adapter(config, dropout=config.lora.dropout)
+        model = wrap_in_lora(model, on_language_model(adapter, model) if with_images else adapter)
     policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
     if config.model.adapter is not None and config.has_reference:
         policy.freeze_reference_adapter()
@@ -83,15 +94,16 @@ def build_policy(
 
 
 def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Load the language model at `path` as the configuration has it for model.path."""
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        quantization=config.model.quantization,
-        random_init=config.model.random_init,
-        revision=config.model.revision if path == config.model.path else None,
-        trust_remote_code=trust_remote_code,
-    )
+    """Load the model at `path` as the configuration has it for model.path: with its tower where rows have images."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "random_init": config.model.random_init,
+        "revision": config.model.revision if path == config.model.path else None,
+        "trust_remote_code": trust_remote_code,
+    }
+    if config.model.with_images:
+        return load_image_text_model(path, **options)
+    return load_causal_lm(path, quantization=config.model.quantization, **options)
 
 
 def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:

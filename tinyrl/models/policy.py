@@ -7,7 +7,7 @@ gradients. So: one role at a time, forward, backward, then switch, and each role
 name, and kept trainable.
 
     role       with LoRA                                                  with full fine-tuning
-    policy     adapter `default`                                          the model itself
+    policy     adapter `default`                                          the model itself, without its tower
     reference  adapters off, or adapter `reference` (a frozen copy)       a frozen copy of the model
     critic     a value head on the states of one of (critic.kind):
       adapter          adapter `critic`                                   -
@@ -65,9 +65,11 @@ from tinyrl.models.lora import (
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.packing import attending_as_now
 from tinyrl.models.parallel import World, world
+from tinyrl.models.processors import save_processor
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of, last_states, response_states
+from tinyrl.models.towers import language_parameters, language_parts, towers_of
 
 MODEL = "model.safetensors"
 VALUE_HEAD = "value_head.safetensors"
@@ -115,18 +117,26 @@ class Policy:
         self.score_head: ValueHead | None = None
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
+        self.with_images = bool(config.model.with_images)
         if self.peft is None:
+            frozen = towers_of(self.causal) if self.with_images else []
             if self.has_reference:
-                self.reference_model = frozen_copy(self.causal, self.device)
-            self.causal.float()
+                self.reference_model = frozen_copy(self.causal, self.device, shared=frozen)
+            for part in language_parts(self.causal) if self.with_images else [self.causal]:
+                part.float()
         self._collect_adapters()
-        policy = self.adapter_parameters(POLICY_ADAPTER) if self.peft else dict(self.causal.named_parameters())
-        self.parameters["policy"] = policy
+        self.parameters["policy"] = self._policy_parameters()
         self.keep_trainable()
         check_head(self.causal, self.head("policy"), self.backbone("policy"))
         self.packs = packs_exactly(self.backbone("policy"))
 
     # ---- building roles ----
+
+    def _policy_parameters(self) -> dict[str, nn.Parameter]:
+        """Return what trains: the policy's adapter, the language model beside a frozen tower, or the whole model."""
+        if self.peft is not None:
+            return self.adapter_parameters(POLICY_ADAPTER)
+        return language_parameters(self.causal) if self.with_images else dict(self.causal.named_parameters())
 
     def adapter_parameters(self, adapter: str) -> dict[str, nn.Parameter]:
         """Return the LoRA parameters of one adapter, by their names in the base model."""
@@ -439,9 +449,10 @@ class Policy:
             "reward": (reward_model, self.score_head),
             "teacher": (self.teacher_model,),
         }
+        shared = {id(parameter) for parameter in self.causal.parameters()}  # a tower, by policy and reference
         found = {"base": weight_bytes(p for n, p in self.causal.named_parameters() if "lora_" not in n)}
         for name, modules in parts.items():
-            own = [p for module in modules if module is not None for p in module.parameters()]
+            own = [p for module in modules if module is not None for p in module.parameters() if id(p) not in shared]
             role = "policy" if name == POLICY_ADAPTER else name
             found[role] = weight_bytes([*self.adapter_parameters(name).values(), *own])
         return {role: size for role, size in found.items() if size}
@@ -488,7 +499,7 @@ class Policy:
             save_adapter(model, name, folder / place)
         if self.peft is None:
             self.causal.save_pretrained(folder, max_shard_size="10000GB")
-        save_tokenizer(self.tokenizer, folder, revision=self.revision)
+        self._save_tokenizer(folder)
         self._save_critic(folder)
 
     def save_without_weights(self, folder: Path) -> None:
@@ -501,7 +512,13 @@ class Policy:
             self.causal.config.save_pretrained(folder)
             if self.causal.can_generate() and self.causal.generation_config is not None:
                 self.causal.generation_config.save_pretrained(folder)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """Save the tokenizer, with the processor of images around it where the model reads some."""
         save_tokenizer(self.tokenizer, folder, revision=self.revision)
+        if self.with_images:
+            save_processor(self.config.model.path, folder, revision=self.revision)
 
     def _save_critic(self, folder: Path) -> None:
         for file, module in self._critic_modules().items():
