@@ -33,6 +33,8 @@ def conflicts(config: Config) -> Iterator[Refusal]:
         )
     if not config.lora.enabled:
         yield from _needs_adapters(config)
+    if config.model.with_images:
+        yield from _tower_conflicts(config)
     if environment.agent is not None and config.uses("environment"):
         yield from _agent_conflicts(config)
     if environment.name and environment.tools:
@@ -68,6 +70,21 @@ def _needs_adapters(config: Config) -> Iterator[Refusal]:
         yield Refusal(("critic.kind", "lora.enabled"), "critic.kind=adapter needs lora.enabled=true")
     if config.samples and config.generation.engine == "server":
         yield Refusal(("generation.engine", "lora.enabled"), "generation.engine=server needs lora.enabled=true")
+
+
+def _tower_conflicts(config: Config) -> Iterator[Refusal]:
+    """Yield what a model with a vision tower cannot be used with."""
+    if config.method not in ("sft", "grpo"):
+        yield Refusal(
+            ("model.with_images", "method"),
+            f"method={config.method} takes no model with a vision tower, as rows with images need: sft and grpo do",
+        )
+    quantization = config.model.quantization
+    if quantization is not None:
+        yield Refusal(
+            ("model.quantization", "model.with_images"),
+            f"model.quantization={quantization} takes no model with a vision tower, as rows with images need",
+        )
 
 
 def _agent_conflicts(config: Config) -> Iterator[Refusal]:

@@ -167,6 +167,10 @@ class ModelConfig(Section):
         default=None, description="LoRA adapter to start from; a frozen copy is the reference"
     )
     random_init: bool = Field(default=False, description="start from random weights (run.seed), to train from scratch")
+    with_images: bool | None = Field(
+        default=None,
+        description="load the model with its vision tower, frozen; null: where rows have images",
+    )
     image_cache_gb: NonNegativeFloat = Field(
         default=1.0, description="memory for image features that are kept: the vision tower runs once per image"
     )

@@ -319,19 +319,3 @@ def place_of_id(token: int) -> int:
 def without_images(tokens: Iterable[int], placeholder: int) -> list[int]:
     """Return tokens with the model's placeholder in place of images."""
     return [placeholder if is_image_id(token) else token for token in tokens]
-
-
-def before_image(tokens: list[int], count: int) -> int:
-    """Return the length of the longest prefix, of at most `count` tokens, that does not end inside an image."""
-    while 0 < count < len(tokens) and is_image_id(tokens[count]) and tokens[count] == tokens[count - 1] + 1:
-        count -= 1
-    return count
-
-
-def opened(image: Image, *, max_pixels: int | None = None):
-    from PIL import Image as Pil
-    from PIL import ImageOps
-
-    with Pil.open(image.path) as file:
-        picture = ImageOps.exif_transpose(file).convert("RGB")
-    return picture

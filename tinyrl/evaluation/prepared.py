@@ -10,7 +10,7 @@ from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked,
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.rollout.preflight import check_named, check_task
-from tinyrl.rollout.prepared import PreparedRun
+from tinyrl.rollout.prepared import PreparedRun, with_tower
 from tinyrl.runs.run_dir import OwnSide, own_side
 from tinyrl.tasks import task_of
 from tinyrl.tasks.run_rows import rows_of_run
@@ -96,7 +96,8 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
             check_named(config, task, sections=("reward", "task"))
             check_rubrics(config)
             check_judge_budgets(config)
-        return PreparedRun(config=config, task=task, rows=rows_of_run(config, task))
+        rows = rows_of_run(config, task)
+        return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
 
 
 def _a_judge(others: list[Side]) -> str:

@@ -26,7 +26,15 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.device import Device
-from tinyrl.models.loading import NoHead, check_vocabulary, load_causal_lm, load_model_config, load_tokenizer
+from tinyrl.models.image_inputs import ImageExpander, ImageInputs
+from tinyrl.models.loading import (
+    NoHead,
+    check_vocabulary,
+    load_causal_lm,
+    load_image_text_model,
+    load_model_config,
+    load_tokenizer,
+)
 from tinyrl.models.logprobs import ValueHead
 from tinyrl.models.lora import (
     ADAPTER_CONFIG,
@@ -35,11 +43,13 @@ from tinyrl.models.lora import (
     load_adapter_weights,
     load_start_adapter,
     lora_config,
+    on_language_model,
     read_lora_config,
     wrap_in_lora,
 )
 from tinyrl.models.policy import Policy
 from tinyrl.models.policy_files import MODEL, VALUE_HEAD, load_weights, restore_policy
+from tinyrl.models.processors import load_processor
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -64,14 +74,19 @@ def build_policy(
 ) -> Policy:
     """Load the base and put policy, reference, critic and teacher on it. LoRA's A is drawn from torch's generator."""
     dtype = device.dtype
+    with_images = bool(config.model.with_images)
     if teacher and config.learns_from_teacher:
         _check_top_k(config, trust_remote_code)
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
-        model = load_start_adapter(model, config.model.adapter, dropout=config.lora.dropout)
+        dropout = config.lora.dropout
+        model = load_start_adapter(model, config.model.adapter, dropout=dropout, with_images=with_images)
     elif config.lora.enabled:
-        model = wrap_in_lora(model, _fresh_adapter(config, dropout=config.lora.dropout))
+        adapter = _fresh_adapter(config, dropout=config.lora.dropout)
+        model = wrap_in_lora(model, on_language_model(adapter, model) if with_images else adapter)
     policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
+    if with_images:
+        policy.images = image_inputs(policy, config)
     if config.model.adapter is not None and config.has_reference:
         policy.freeze_reference_adapter()
     if config.uses("critic"):
@@ -83,16 +98,31 @@ def build_policy(
     return policy
 
 
-def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Load the language model at `path` as the configuration has it for model.path."""
-    return load_causal_lm(
-        path,
-        dtype=dtype,
-        quantization=config.model.quantization,
-        random_init=config.model.random_init,
-        revision=config.model.revision if path == config.model.path else None,
-        trust_remote_code=trust_remote_code,
+def image_inputs(policy: Policy, config: Config) -> ImageInputs:
+    """Load what turns the images of prompts into inputs of the policy. Raises ValueError without a processor."""
+    tokenizer = policy.tokenizer
+    assert isinstance(tokenizer.eos_token_id, int)
+    expander = ImageExpander(
+        load_processor(config.model.path, tokenizer=tokenizer, revision=config.model.revision),
+        tokenizer,
+        placeholder=policy.causal.config.image_token_id,
+        max_pixels=config.task.max_pixels,
     )
+    cache_bytes = int(config.model.image_cache_gb * 1e9)
+    return ImageInputs(policy.backbone("policy"), expander, cache_bytes=cache_bytes, unread=tokenizer.eos_token_id)
+
+
+def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Load the model at `path` as the configuration has it for model.path: with its tower where rows have images."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "random_init": config.model.random_init,
+        "revision": config.model.revision if path == config.model.path else None,
+        "trust_remote_code": trust_remote_code,
+    }
+    if config.model.with_images:
+        return load_image_text_model(path, **options)
+    return load_causal_lm(path, quantization=config.model.quantization, **options)
 
 
 def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:

@@ -8,6 +8,7 @@ embeddings and their scales, experts, convolutions by hand) computes in the weig
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,14 +22,19 @@ from tinyrl.models.device import HALVES, move_to_device
 PRODUCTS = (nn.Linear, Conv1D, _ConvNd)  # whose weights autocast casts
 
 
-def frozen_copy(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+def frozen_copy(model: PreTrainedModel, device: torch.device, *, shared: Sequence[nn.Module] = ()) -> PreTrainedModel:
     """Copy a model in the dtype that it has now, never to be trained. Vectors become float32, as they are small; what
-    is larger and no operand of a product is widened while its layer runs.
+    is larger and no operand of a product is widened while its layer runs. shared: parts that are never trained in the
+    model itself, and are in the copy as they are.
     """
-    copied = move_to_device(copy.deepcopy(model), device).requires_grad_(False).eval()
+    copied = copy.deepcopy(model, {id(part): part for part in shared})
+    copied = move_to_device(copied, device).requires_grad_(False).eval()
     if copied.dtype == torch.float32:
         return copied
+    as_they_are = {layer for part in shared for layer in part.modules()}
     for layer in copied.modules():
+        if layer in as_they_are:
+            continue
         if type(layer) is nn.Embedding:
             layer.register_forward_hook(lambda _layer, _ids, embedded: embedded.float())
         elif not isinstance(layer, PRODUCTS):

@@ -1,4 +1,4 @@
-"""Load causal language models and tokenizers; check that weights, config.json and tokenizer go together.
+"""Load (vision-)language models and tokenizers; check that weights, config.json and tokenizer go together.
 
 Weights are read from safetensors files only, because unpickling others runs code. The library fills missing weights
 with random numbers and goes on, so they are refused. A few models (Gemma-3 1B) have special tokens without a row in the
@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -36,6 +37,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
@@ -50,6 +52,7 @@ from tinyrl.models.reading import (
     resolve_model_path,
     tokenizer_folder,
 )
+from tinyrl.models.towers import check_takes_features
 from tinyrl.models.trial import try_folder
 from tinyrl.text import truncate
 
@@ -295,25 +298,57 @@ def load_causal_lm(
     """Load a causal LM in `dtype`, with every dropout off. Raises ValueError when it cannot be read, or is incomplete.
     random_init draws the weights from torch's generator.
     """
-    resolved = resolve_model_path(path)
-    revision = revision or HUB_DEFAULT
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     if quantization is not None and find_spec("bitsandbytes") is None:
         raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
     if quantization is not None:  # NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)
         nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
         bits: Any = {"load_in_8bit": True} if quantization == "8bit" else {"load_in_4bit": True, **nf4}
         options["quantization_config"] = BitsAndBytesConfig(**bits)
-    with reading(f"cannot load a causal language model from {path!r} (config.json, *.safetensors)", resolved):
-        config = read_config(resolved, revision=revision, trust_remote_code=trust_remote_code)
+    what = "a causal language model"
+    return _load(path, AutoModelForCausalLM, what=what, random_init=random_init, revision=revision, options=options)
+
+
+def load_image_text_model(
+    path: str,
+    *,
+    dtype: torch.dtype,
+    random_init: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a vision-language model in `dtype`, with every dropout off. Raises ValueError when it cannot be read, is
+    incomplete, or takes no features of images in place of pixels (towers.py), which is found out first.
+    """
+    resolved = resolve_model_path(path)
+    what = "a vision-language model"
+    with reading(f"cannot load {what} from {path!r} (config.json)", resolved):
+        config = read_config(resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code)
+        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            raise ValueError(f"{config.model_type} has no vision tower that transformers knows")
+        with torch.device("meta"):
+            check_takes_features(AutoModelForImageTextToText.from_config(config))
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    auto = AutoModelForImageTextToText
+    return _load(path, auto, what=what, random_init=random_init, revision=revision, options=options)
+
+
+def _load(
+    path: str, auto: Any, *, what: str, random_init: bool, revision: str | None, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Load a model by one of the library's auto classes, and check that its files are whole."""
+    resolved = resolve_model_path(path)
+    revision = revision or HUB_DEFAULT
+    options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
+    with reading(f"cannot load {what} from {path!r} (config.json, *.safetensors)", resolved):
+        config = read_config(resolved, revision=revision, trust_remote_code=options["trust_remote_code"])
         if random_init:
-            return AutoModelForCausalLM.from_config(config, **options).eval()
+            return auto.from_config(config, **options).eval()
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]
         if others:  # with tied embeddings nothing of a language model would be missing
             raise ValueError(f"it is a {others[0]}; a reward model is named as reward.model or critic.path")
         check_sizes(config, weight_files(resolved, config, revision=revision))
-        loaded: Any = AutoModelForCausalLM.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
+        loaded: Any = auto.from_pretrained(resolved, revision=revision, **options, **FULL_REPORT)
     model, found = loaded
     check_weights(model, found, path=path)
     if model.can_generate() and model.generation_config is not None:
@@ -322,7 +357,7 @@ def load_causal_lm(
             warnings.warn(
                 f"generation_config.json of {path!r}: {', '.join(without_effect)} contradicts other settings and is "
                 "left out of checkpoints and exports (transformers does not save such a file)",
-                stacklevel=2,
+                stacklevel=3,
             )
     for module in model.modules():  # bitsandbytes would repack 4-bit weights for a CPU with AVX512-BF16 when it first
         if hasattr(module, "support_avx512bf16_for_cpu"):  # samples, and products with repacked ones have no gradient

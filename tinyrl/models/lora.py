@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tinyrl.models.reading import ADAPTER_FILES, reading
+from tinyrl.models.towers import decoder_name, tower_names, tower_pattern
 from tinyrl.text import first_line
 
 ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
@@ -75,10 +77,22 @@ def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
     return adapted
 
 
+def on_language_model(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
+    """Leave the tower and the projector of a vision-language model out, whatever names its target_modules have."""
+    config = without_refused(config, model)
+    patterns = [tower_pattern(model)]
+    given = config.exclude_modules
+    if isinstance(given, str):
+        patterns.append(f"({given})")
+    elif given:  # names, or the ends of names
+        patterns.append(rf"(.*\.)?({'|'.join(sorted(map(re.escape, given)))})")
+    return replace(config, exclude_modules="|".join(patterns))
+
+
 def without_refused(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     """Leave out of `all-linear` what PEFT refuses to adapt in this model. (Layers that are named are refused by it.)"""
     refused = NOT_ADAPTABLE.get(str(model.config.model_type), [])
-    if config.target_modules != ALL_LINEAR or not refused:
+    if config.target_modules != ALL_LINEAR or not refused or config.exclude_modules:
         return config
     return replace(config, exclude_modules=refused)
 
@@ -109,9 +123,15 @@ def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
-def load_start_adapter(model: PreTrainedModel, path: str, *, dropout: float = 0.0) -> PeftModel:
-    """Continue from a LoRA adapter (plain PEFT files). Raises ValueError when it does not fit the base."""
+def load_start_adapter(
+    model: PreTrainedModel, path: str, *, dropout: float = 0.0, with_images: bool = False
+) -> PeftModel:
+    """Continue from a LoRA adapter (plain PEFT files). with_images: the base is a vision-language model, whose tower
+    has no adapters. Raises ValueError when it does not fit the base.
+    """
     config = read_lora_config(path, model)
+    if with_images:
+        config = on_language_model(config, model)
     config.lora_dropout = dropout
     config.base_model_name_or_path = None  # the library warns when the same base stands elsewhere
     with reading(f"model.adapter={path}: {ADAPTER_CONFIG} does not fit this base model"):
@@ -153,14 +173,21 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
 
 
 def own_name(name: str, model: PreTrainedModel) -> str:
-    """Return the name in `model` of a module that an adapter of a whole model names (`model.language_model.layers...`),
-    where `model` is that one's language model alone (`model.layers...`). Other names are returned as they are.
+    """Return the name in `model` of a module that an adapter names, where it was made on the whole of a vision-language
+    model (`model.language_model.layers...`) and `model` is its language model alone (`model.layers...`), or the other
+    way round. Other names are returned as they are.
     """
-    decoder = model.base_model_prefix
-    parts = {child for child, _ in getattr(model, decoder, model).named_children()}
-    inside, *rest = name.removeprefix(f"{decoder}.").split(".")
-    is_of_whole_model = name.startswith(f"{decoder}.") and inside not in parts and rest[:1] and rest[0] in parts
-    return ".".join([decoder, *rest]) if is_of_whole_model else name
+    decoder = decoder_name(model)
+    parts = {child for child, _ in model.get_submodule(decoder).named_children()}
+    backbone = model.base_model_prefix
+    inside, *rest = name.removeprefix(f"{backbone}.").split(".")
+    if not name.startswith(f"{backbone}."):
+        return name
+    if decoder == backbone and inside not in parts and rest[:1] and rest[0] in parts:
+        return ".".join([decoder, *rest])
+    if decoder != backbone and inside in parts:
+        return ".".join([decoder, inside, *rest])
+    return name
 
 
 def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
@@ -172,6 +199,7 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
         IN_A_MODEL + own_name(key.removeprefix(IN_A_MODEL), base): tensor for key, tensor in read_finite(file).items()
     }
     own = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    tensors = _without_tower(tensors, own, base, file=file)
     for key, tensor in tensors.items():
         if key in own and own[key].shape != tensor.shape:
             there = f"{key} has the shape {tuple(tensor.shape)} there"
@@ -181,6 +209,20 @@ def load_adapter_weights(model: PeftModel, name: str, file: Path) -> None:
     missing = [key for key in result.missing_keys if f".{name}." in f"{key}." and ".lora_" in key]
     if missing or result.unexpected_keys:
         raise ValueError(f"{file} does not fit: missing {missing[:1]}, unexpected {result.unexpected_keys[:1]}")
+
+
+def _without_tower(
+    tensors: dict[str, Tensor], own: dict[str, Tensor], base: PreTrainedModel, *, file: Path
+) -> dict[str, Tensor]:
+    """Leave out the weights on a tower that is frozen here where they change nothing, as after training on text.
+    Raises ValueError where they do.
+    """
+    towers = tuple(f"{IN_A_MODEL}{name}." for name in tower_names(base))
+    of_tower = [key for key in tensors if key not in own and key.startswith(towers)]
+    changed = [key for key in of_tower if key.endswith(".lora_B.weight") and tensors[key].any()]
+    if changed:
+        raise ValueError(f"{file} adapts the vision tower ({changed[0]}), which is frozen here: train without it")
+    return {key: tensor for key, tensor in tensors.items() if key not in of_tower}
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

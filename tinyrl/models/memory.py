@@ -28,9 +28,10 @@ def bytes_by_role(policy: Policy, *, reward_model: nn.Module | None = None) -> d
         "reward": (reward_model, policy.score_head),
         "teacher": (policy.teacher_model,),
     }
+    shared = {id(parameter) for parameter in policy.causal.parameters()}  # a tower, by policy and reference
     found = {"base": weight_bytes(p for n, p in policy.causal.named_parameters() if "lora_" not in n)}
     for name, modules in parts.items():
-        own = [p for module in modules if module is not None for p in module.parameters()]
+        own = [p for module in modules if module is not None for p in module.parameters() if id(p) not in shared]
         role = "policy" if name == POLICY_ADAPTER else name
         found[role] = weight_bytes([*policy.adapters.parameters(name).values(), *own])
     return {role: size for role, size in found.items() if size}

@@ -4,7 +4,7 @@ One role acts at a time: forward, backward, then the next (adapters.py). The par
 once, by name, and kept trainable. policy_files.py saves and loads roles, memory.py counts their bytes.
 
     role       with LoRA                                                  with full fine-tuning
-    policy     adapter `default`                                          the model itself
+    policy     adapter `default`                                          the model itself, without its tower
     reference  adapters off, or adapter `reference` (a frozen copy)       a frozen copy of the model
     critic     a value head on the states of one of (critic.kind):
       adapter          adapter `critic`                                   -
@@ -53,6 +53,7 @@ from tinyrl.models.parallel import World, world
 from tinyrl.models.recomputation import check_recomputable, recomputing
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of, last_states, response_states
+from tinyrl.models.towers import language_parameters, language_parts, towers_of
 
 Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
@@ -96,14 +97,19 @@ class Policy:
         self.score_head: ValueHead | None = None
         self.parameters: dict[str, dict[str, nn.Parameter]] = {}
         self.dtype: torch.dtype = self.causal.dtype  # of the weights as loaded, and of autocast
+        with_images = bool(config.model.with_images)
         if isinstance(model, PeftModel):
             self.adapters = Adapters(model, device=self.device)
             self.parameters["policy"] = self.adapters.parameters(POLICY_ADAPTER)
         else:
             if self.has_reference:
-                self.reference_model = frozen_copy(self.causal, self.device)
-            self.adapters = Adapters(self.causal.float(), device=self.device)
-            self.parameters["policy"] = dict(self.causal.named_parameters())
+                frozen = towers_of(self.causal) if with_images else []
+                self.reference_model = frozen_copy(self.causal, self.device, shared=frozen)
+            for part in language_parts(self.causal) if with_images else [self.causal]:
+                part.float()
+            self.adapters = Adapters(self.causal, device=self.device)
+            trained = language_parameters(self.causal) if with_images else dict(self.causal.named_parameters())
+            self.parameters["policy"] = trained
         self.keep_trainable()
         check_head(self.causal, self.head("policy"), self.backbone("policy"))
         self.packs = packs_exactly(self.backbone("policy"))

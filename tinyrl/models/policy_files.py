@@ -31,6 +31,7 @@ from tinyrl.models.lora import (
     save_adapter_config,
 )
 from tinyrl.models.policy import Policy, Role
+from tinyrl.models.processors import save_processor
 from tinyrl.models.reading import reading
 
 MODEL = "model.safetensors"
@@ -78,7 +79,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
         save_adapter(adapter.model, adapter.name, folder / adapter.folder)
     if policy.adapters.peft is None:
         policy.causal.save_pretrained(folder, max_shard_size="10000GB")
-    save_tokenizer(policy.tokenizer, folder, revision=policy.revision)
+    _save_tokenizer(policy, folder)
     for file, module in _critic_modules(policy).items():
         (folder / file).parent.mkdir(exist_ok=True)
         save_file({n: t.detach().contiguous().cpu() for n, t in module.state_dict().items()}, folder / file)
@@ -95,7 +96,14 @@ def save_policy_without_weights(policy: Policy, folder: Path) -> None:
         causal.config.save_pretrained(folder)
         if causal.can_generate() and causal.generation_config is not None:
             causal.generation_config.save_pretrained(folder)
+    _save_tokenizer(policy, folder)
+
+
+def _save_tokenizer(policy: Policy, folder: Path) -> None:
+    """Save the tokenizer, and the processor of images around it where the model reads some."""
     save_tokenizer(policy.tokenizer, folder, revision=policy.revision)
+    if policy.images is not None:
+        save_processor(policy.config.model.path, folder, revision=policy.revision)
 
 
 def restore_policy(policy: Policy, folder: Path, *, only: Literal["policy", "critic"] | None = None) -> None:

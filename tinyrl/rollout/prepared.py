@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tinyrl.config.refusal import refusals_at
+from tinyrl.config.conflicts import conflicts
+from tinyrl.config.refusal import Refusal, raise_first, refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.rollout.preflight import check_before_loading
 from tinyrl.runs.resolve import check_room_for_responses, resolve
@@ -44,7 +45,21 @@ def prepare(config: Config) -> PreparedRun:
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)
-    return PreparedRun(config=settings.config, task=task, rows=rows)
+        resolved = with_tower(settings.config, rows)
+    return PreparedRun(config=resolved, task=task, rows=rows)
+
+
+def with_tower(config: Config, rows: RunRows) -> Config:
+    """Return the configuration with model.with_images where rows have images: config.yaml of the run says so to what
+    reads its weights later. Raises ValueError where it was given as false, or conflicts with another setting.
+    """
+    if not rows.has_images or config.model.with_images:
+        return config
+    if config.model.with_images is False:
+        raise Refusal(("model.with_images",), "model.with_images=false, and rows have images; null follows the rows")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"with_images": True})})
+    raise_first(conflicts(config))
+    return config
 
 
 def prepare_settings(config: Config) -> PreparedSettings:

@@ -57,6 +57,7 @@ class RowMethod(Method):
         self.switched = Counter[str]()  # rows behind the prompt of another switch of the chat template, by the switch
         self.train_rows = self.tokenised(rows.train)
         self.held_out = self.tokenised(rows.held_out)
+        policy.try_images()
         self.notes += self.rendering_notes(rows.train + rows.held_out)
         if self.config.run.eval_prompts:
             system_prompt = self.config.task.system_prompt

@@ -22,7 +22,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import tinyrl
 from tinyrl.config.schema import Config
@@ -32,12 +32,14 @@ from tinyrl.models.build import load_base
 from tinyrl.models.loading import (
     embedding_rows,
     load_causal_lm,
+    load_image_text_model,
     load_model_config,
     load_tokenizer,
     save_tokenizer,
 )
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.memory import weight_bytes
+from tinyrl.models.processors import PROCESSOR_FILES, save_processor
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
@@ -102,7 +104,7 @@ def export(
         if merge or not config.lora.enabled:
             saved, notes = write_merged(config, checkpoint, writing, dtype=dtype, **how)
         else:
-            for file in (file for file in OWN_FILES if (checkpoint / file).is_file()):
+            for file in (file for file in (*OWN_FILES, *PROCESSOR_FILES) if (checkpoint / file).is_file()):
                 shutil.copyfile(checkpoint / file, writing / file)
             if not served.is_as_trained:
                 write_adapter(checkpoint, writing, served=served)
@@ -120,7 +122,8 @@ def export(
 def _served(config: Config, *, trust_remote_code: bool) -> ExportedClass:
     """Find how the base of a run is read by other programs."""
     where: dict[str, Any] = {"revision": config.model.revision, "trust_remote_code": trust_remote_code}
-    return served_model(load_model_config(config.model.path, **where), path=config.model.path, **where)
+    auto = AutoModelForImageTextToText if config.model.with_images else AutoModelForCausalLM
+    return served_model(load_model_config(config.model.path, **where), path=config.model.path, auto=auto, **where)
 
 
 def _as_trained(config: Config, checkpoint: Path) -> Config:
@@ -239,7 +242,7 @@ def compare_adapter(
         ]
     path = config.model.path
     tokenizer = load_tokenizer(path, revision=config.model.revision, **trust)
-    policy: Any = load_start_adapter(_plain_base(config, **trust), str(checkpoint)).eval()
+    policy: Any = _with_adapter(_plain_base(config, **trust), checkpoint, config)
     sequences = sequences_of(run, tokenizer, vocabulary=embedding_rows(policy))
     wanted = predictions(policy, sequences)
     del policy
@@ -254,6 +257,11 @@ def _plain_base(config: Config, **trust: Any) -> PreTrainedModel:
     """Load the base in float32, not quantised."""
     plain = config.model_copy(update={"model": config.model.model_copy(update={"quantization": None})})
     return load_base(plain, config.model.path, dtype=torch.float32, **trust)
+
+
+def _with_adapter(base: PreTrainedModel, checkpoint: Path, config: Config) -> PeftModel:
+    """Put the adapter of a checkpoint on its base."""
+    return load_start_adapter(base, str(checkpoint), with_images=bool(config.model.with_images)).eval()
 
 
 # ---- a whole model ----
@@ -273,9 +281,10 @@ def write_merged(
         saved = getattr(of_base.get_text_config(), "dtype", None) or getattr(of_base, "dtype", None) or torch.float32
     tokenizer = load_tokenizer(path, **own)
     if config.lora.enabled:
-        policy: Any = load_start_adapter(_plain_base(config, **trust), str(checkpoint)).eval()
+        policy: Any = _with_adapter(_plain_base(config, **trust), checkpoint, config)
     else:
-        policy = load_causal_lm(str(checkpoint), dtype=torch.float32)
+        load = load_image_text_model if config.model.with_images else load_causal_lm
+        policy = load(str(checkpoint), dtype=torch.float32)
     sequences = sequences_of(run, tokenizer, vocabulary=embedding_rows(policy))
     wanted = predictions(policy, sequences)
     merged: Any = policy.merge_and_unload() if isinstance(policy, PeftModel) else policy
@@ -288,6 +297,8 @@ def write_merged(
     check_room(folder, needed=weight_bytes(merged.parameters()))
     merged.save_pretrained(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
+    if config.model.with_images:
+        save_processor(path, folder, revision=config.model.revision)
     del policy, merged
     exported = predictions(served.load(str(folder), dtype=saved, **trust), sequences)
     found = compared(wanted, exported)
@@ -313,7 +324,7 @@ def _beside_quantised(
     if find_spec("bitsandbytes") is None:
         return f"warning: {merged}: how far outputs differ was not measured, since bitsandbytes is not installed"
     base = load_base(config, config.model.path, dtype=torch.float32, **trust)
-    trained = load_start_adapter(base, str(checkpoint)).eval()
+    trained = _with_adapter(base, checkpoint, config)
     found = compared(predictions(trained, sequences), exported)
     is_far = found.changed > MAX_CHANGED
     advice = "; the adapter on the quantised base is the policy that was trained" if is_far else ""

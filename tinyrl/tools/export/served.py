@@ -82,13 +82,18 @@ class ExportedClass:
 
 
 def served_model(
-    config: PretrainedConfig, *, path: str, revision: str | None, trust_remote_code: bool = False
+    config: PretrainedConfig,
+    *,
+    path: str,
+    revision: str | None,
+    trust_remote_code: bool = False,
+    auto: Any = AutoModelForCausalLM,
 ) -> ExportedClass:
-    """Find how a base with this configuration is read. Raises ValueError where the decoder that was trained is not in
-    the class that config.json names.
+    """Find how a base with this configuration is read. auto: the library's class by which it is trained. Raises
+    ValueError where the decoder that was trained is not in the class that config.json names.
     """
     with torch.device("meta"), reading(f"cannot make a model from config.json of {path!r}"):
-        own: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        own: Any = auto.from_config(config, trust_remote_code=trust_remote_code)
         named = _named_class(config)
         shell = own if named in (None, type(own)) else named._from_config(config)
     decoder = backbone_of(own)
