@@ -14,7 +14,7 @@ from tinyrl.data.formats import shared_prompt, text_examples
 from tinyrl.data.image_rows import images_of
 from tinyrl.data.images import IMAGE_MARK
 from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import fingerprint, prompt_key, prompt_keys, row_key, train_eval_split
+from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
 
@@ -130,6 +130,7 @@ def test_a_task_of_ones_own_may_return_messages_with_images(tmp_path: Path) -> N
     assert [images_of(prompt)[0].path for prompt in (first, second)] == [
         str(tmp_path / name) for name in ("red.png", "blue.png")
     ]
+    assert [row["images"] for row in rows.train] == [prompt[0]["images"] for prompt in (first, second)]
     assert rows.has_images
 
 
@@ -142,6 +143,13 @@ def test_keys_of_prompts_and_rows_tell_pictures_apart(tmp_path: Path) -> None:
     assert prompt_keys(red["prompt"], system_prompt="s").isdisjoint(prompt_keys(blue["prompt"], system_prompt="s"))
     assert row_key(red) != row_key(blue)
     assert fingerprint([red]) != fingerprint([blue])
+
+
+def test_fingerprints_of_a_run_name_the_images(tmp_path: Path) -> None:
+    red, blue = two_pictures(tmp_path)
+    before, after = fingerprints([red], [red]), fingerprints([blue], [red])
+    assert [name for name in before if before[name] != after[name]] == ["training", "images of the training"]
+    assert fingerprints([{"prompt": "a"}], []).keys() == {"training", "held-out"}
 
 
 def test_a_picture_elsewhere_is_the_same_prompt_and_row(tmp_path: Path) -> None:

@@ -203,10 +203,6 @@ class RowKind:
         """Return the prompt as grouping key."""
         return shared_prompt(row)
 
-    def shows_images(self, row: Row) -> bool:
-        """Return whether the prompt of a usable row has images."""
-        return bool(row.get("images"))
-
     def unread(self, row: Row) -> list[str]:
         """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""
         return []

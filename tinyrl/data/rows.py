@@ -67,7 +67,14 @@ def fingerprint(rows: list[Row]) -> str:
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
-    return {"training": fingerprint(train), "held-out": fingerprint(held_out)}
+    """Return the fingerprints that a resume compares: of both splits, and once more of the images in them."""
+    found = dict[str, str]()
+    for split, rows in (("training", train), ("held-out", held_out)):
+        found[split] = fingerprint(rows)
+        images = [{"images": row["images"]} for row in rows if row.get("images")]
+        if images:
+            found[f"images of the {split}"] = fingerprint(images)
+    return found
 
 
 def row_key(row: Row) -> str:

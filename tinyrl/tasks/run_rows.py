@@ -67,7 +67,7 @@ class RunRows:
     @property
     def has_images(self) -> bool:
         """Return whether a prompt has an image, so that a model with a vision tower reads them."""
-        return any(self.kind.shows_images(row) for row in (*self.train, *self.held_out))
+        return any(row.get("images") for row in (*self.train, *self.held_out))
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
@@ -245,9 +245,6 @@ class Prompts(RowKind):
     def prompt(self, row: Row) -> Prompt:
         return self.task.prompt(row)
 
-    def shows_images(self, row: Row) -> bool:
-        return bool(row.get("images")) or (self.task.own is not None and bool(images_of(self.task.prompt(row))))
-
     def unread(self, row: Row) -> list[str]:
         """Return the columns that no prompt shows; other tasks than `rows` may make their prompts of them."""
         given = given_beside(row)
@@ -276,6 +273,7 @@ class Prompts(RowKind):
         rows = [{name: row.get(name) for name in names} for _, row in placed]
         if task.own is not None:
             task.own.prepare(rows)  # those that have got another column
+            rows = task.own.with_shown_images(rows)
         return rows
 
     def check(self, row: Row) -> None:
