@@ -9,10 +9,12 @@ import pytest
 
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
-from tinyrl.data.image_rows import images_of, placed_prompt, with_images, with_parts
-from tinyrl.data.images import IMAGE_MARK, ImageFiles
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.image_rows import placed_prompt, with_images, with_parts
+from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.messages import messages_of, prompt_of
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.readers import Row
+from tinyrl.data.sources import placed_rows
 
 M = IMAGE_MARK
 PART = {"type": "image"}

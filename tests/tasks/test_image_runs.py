@@ -11,10 +11,10 @@ from tests.running import rows_for
 from tests.training.rows import write_rows
 from tinyrl.api import overrides_from
 from tinyrl.data.formats import shared_prompt, text_examples
-from tinyrl.data.image_rows import images_of
-from tinyrl.data.images import IMAGE_MARK
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.images import IMAGE_MARK, images_of
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
+from tinyrl.data.sources import placed_rows
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
-from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import (
     Message,
     Prompt,

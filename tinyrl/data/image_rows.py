@@ -17,14 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.data.images import IMAGE_MARK, Image, ImageFiles, is_entry
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, Image, images_of, is_entry
 from tinyrl.text import truncate
 
 Row = dict[str, Any]
 
 IMAGE_COLUMNS = ("image", "images")
 CHATS = (("prompt", "completion"), ("messages",), ("conversations",))  # columns that are one conversation
-TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
 IGNORED_KEYS = ("type", "detail", "text", "index")
@@ -91,13 +91,6 @@ def placed_prompt(prompt: Any, row: Row, files: ImageFiles) -> Any:
     if not images and not _may_hold(prompt):
         return prompt
     return _placed_chat({"prompt": prompt}, Places(files=files, given=images))["prompt"]
-
-
-def images_of(prompt: Any) -> list[Image]:
-    """Return the images of a prompt, or of an answer, in order."""
-    if not isinstance(prompt, list):
-        return []
-    return [Image.of_entry(entry) for message in prompt for entry in message.get("images", ())]
 
 
 def with_parts(prompt: Any) -> Any:

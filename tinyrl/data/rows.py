@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.images import without_paths
 from tinyrl.data.messages import as_messages, messages_of
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.readers import Row
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -37,11 +37,6 @@ def with_num_steps(config: Config, *, rows: int, of_step: int) -> Config:
         return config
     num_steps = math.ceil(Fraction(str(epochs)) * rows / of_step)
     return config.model_copy(update={"run": config.run.model_copy(update={"num_steps": num_steps})})
-
-
-def read_rows(source: str, **options: Any) -> list[Row]:
-    """Read rows without their places."""
-    return [row for _, row in placed_rows(source, **options)]
 
 
 def rows_needed(max_samples: int | None, *, split: bool) -> int | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import images_of
 from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.text import IncrementalDetokenizer, excerpt
 

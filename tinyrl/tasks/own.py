@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyrl.data.image_rows import images_of
-from tinyrl.data.images import ImageFiles
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Prompt
-from tinyrl.data.readers import Row, row_with_images
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
+from tinyrl.data.sources import row_with_images
 from tinyrl.tasks.task import Task, no_rows
 from tinyrl.tasks.worker_service import PLAIN_FACTS
 from tinyrl.workers.calls import WorkerFunction

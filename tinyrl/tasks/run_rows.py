@@ -27,9 +27,9 @@ from tinyrl.data.formats import (
     refuse_media,
     with_prompt,
 )
-from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
-from tinyrl.data.readers import Placed, Row, placed_rows
+from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import (
     HELD_OUT_SHARE,
     SPLIT_SEED,
@@ -39,6 +39,7 @@ from tinyrl.data.rows import (
     train_eval_split,
     trained_on_too,
 )
+from tinyrl.data.sources import placed_rows
 from tinyrl.runs.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
