@@ -106,6 +106,7 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
     ({"prompt": [user([PART, {"type": "text", "text": M}])], "image": "red.png"}, r"U\+FFFC"),
     ({"prompt": [user([PART, {"type": "video", "video": "a.mp4"}])], "image": "red.png"}, "'video'"),
     ({"prompt": [user([{**PART, "image": "red.png", "min_pixels": 4}])]}, "`min_pixels`"),
+    ({"prompt": [user([{**PART, "image": "red.png", "text": "what?"}])]}, "`text`"),
     ({"prompt": [{**user("a"), "images": ["red.png"]}]}, "`images`"),
     ({"prompt": [user([{**PART, "image": "http://pictures.example/a.png"}])]}, r"task\.fetch_images"),
 ])  # fmt: skip

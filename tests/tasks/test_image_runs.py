@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.images import BLUE, RED, image_cache, image_file, picture  # noqa: F401 a fixture
 from tests.running import rows_for
@@ -15,6 +16,7 @@ from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
 from tinyrl.data.sources import placed_rows
+from tinyrl.evaluation.targets import trained_on
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
 
@@ -175,3 +177,15 @@ def test_held_out_pictures_are_not_those_trained_on(tmp_path: Path) -> None:
     kind = read(tmp_path / "rows.jsonl").kind
     assert shared_by_splits([red], [blue], kind, system_prompt=None) == []
     assert len(shared_by_splits([red], [red], kind, system_prompt=None)) == 1
+
+
+def test_a_comparison_leaves_out_only_the_pictures_that_were_trained_on(tmp_path: Path) -> None:
+    red, blue = two_pictures(tmp_path / "rows")
+    data = write(tmp_path / "trained", [{"prompt": ASKED, "image": "red.png", "answer": "x"}])
+    config = config_of({"method": "grpo", "task": {"name": "rows", "data": str(data), "eval_data": str(data)}})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    seen = trained_on(str(run))
+    keys = [prompt_keys(row["prompt"], system_prompt=None) for row in (red, blue)]
+    assert [seen.isdisjoint(found) for found in keys] == [False, True]

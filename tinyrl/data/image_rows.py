@@ -27,7 +27,7 @@ IMAGE_COLUMNS = ("image", "images")
 CHATS = (("prompt", "completion"), ("messages",), ("conversations",))  # columns that are one conversation
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
-IGNORED_KEYS = ("type", "detail", "text", "index")
+IGNORED_KEYS = ("type", "detail")
 TAG = "<image>"  # a place in a text, where the row has a column of images
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
 
@@ -266,7 +266,7 @@ def _of_part(part: Row, places: Places) -> Image:
     given = {name: value for name, value in part.items() if value not in (None, "") and name not in IGNORED_KEYS}
     unread = [name for name in given if name not in VALUE_KEYS]
     if unread:
-        hint = "task.max_pixels is the size of all images"
+        hint = "a text is a part of its own, and task.max_pixels is the size of all images"
         raise ValueError(
             f"a part of the type {part['type']} has `{truncate(str(unread[0]), 40)}`, which is not read; {hint}"
         )

@@ -116,7 +116,7 @@ class OwnCode:
         for row in rows:
             images = [] if row.get("images") else images_of(self._of(row).prompt)
             found.append({**row, "images": [image.entry for image in images]} if images else row)
-        self.prepare(found)
+        self.prepare([row for row in found if row.get("images")])
         return found
 
     def prepare(self, rows: list[Row]) -> None:
