@@ -27,8 +27,8 @@ from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
-from tinyrl.data.images import ImageFiles
-from tinyrl.data.readers import row_with_images
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.sources import row_with_images
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.process.errors import CodeChanged, Interrupted

@@ -24,7 +24,7 @@ from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
 from tinyrl.api import OpenedRun, alone, overrides_from
 from tinyrl.config.given import apply_overrides
-from tinyrl.data.readers import placed_rows
+from tinyrl.data.sources import placed_rows
 from tinyrl.process.errors import CodeChanged
 from tinyrl.process.signals import check_stop
 from tinyrl.runs.folders import FolderLock

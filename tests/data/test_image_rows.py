@@ -9,10 +9,12 @@ import pytest
 
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
-from tinyrl.data.image_rows import images_of, placed_prompt, with_images, with_parts
-from tinyrl.data.images import IMAGE_MARK, ImageFiles
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.image_rows import placed_prompt, with_images, with_parts
+from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.messages import messages_of, prompt_of
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.readers import Row
+from tinyrl.data.sources import placed_rows
 
 M = IMAGE_MARK
 PART = {"type": "image"}
@@ -104,6 +106,7 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
     ({"prompt": [user([PART, {"type": "text", "text": M}])], "image": "red.png"}, r"U\+FFFC"),
     ({"prompt": [user([PART, {"type": "video", "video": "a.mp4"}])], "image": "red.png"}, "'video'"),
     ({"prompt": [user([{**PART, "image": "red.png", "min_pixels": 4}])]}, "`min_pixels`"),
+    ({"prompt": [user([{**PART, "image": "red.png", "text": "what?"}])]}, "`text`"),
     ({"prompt": [{**user("a"), "images": ["red.png"]}]}, "`images`"),
     ({"prompt": [user([{**PART, "image": "http://pictures.example/a.png"}])]}, r"task\.fetch_images"),
 ])  # fmt: skip

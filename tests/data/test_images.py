@@ -13,8 +13,9 @@ from PIL.Image import Transpose, fromarray
 from PIL.Image import new as new_image
 
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
-from tinyrl.data import images
-from tinyrl.data.images import Image, ImageFiles, before_image, image_ids, key_of_id, opened, place_of_id, without_paths
+from tinyrl.data import image_files, images
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import Image, before_image, image_ids, key_of_id, opened, place_of_id, without_paths
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -94,7 +95,7 @@ def test_more_pixels_than_the_bound_are_refused_before_they_are_decoded(
 ) -> None:
     image_file(tmp_path / "a.png", size=(5, 4))
     image_file(tmp_path / "b.png", size=(5, 5))
-    monkeypatch.setattr(images, "MOST_PIXELS", 24)
+    monkeypatch.setattr(image_files, "MOST_PIXELS", 24)
     assert ImageFiles(tmp_path).image_of("a.png").size == (5, 4)
     with pytest.raises(ValueError, match=r"b\.png has 5 x 5 pixels.* 24 "):
         ImageFiles(tmp_path).image_of("b.png")
@@ -137,7 +138,7 @@ def test_an_address_is_fetched_once(image_cache: Path, address: str, monkeypatch
     files = ImageFiles(Path("/"), fetch=True)
     first = files.image_of(f"{address}/a.png")
     assert Path(first.path).read_bytes() == png()
-    monkeypatch.setattr(images, "MOST_FETCHED", 0)  # nothing can be fetched any more
+    monkeypatch.setattr(image_files, "MOST_FETCHED", 0)  # nothing can be fetched any more
     assert files.image_of(f"{address}/a.png") == first
     with pytest.raises(ValueError, match=r"a\.png\?.*not fetched: more than 0"):
         files.image_of(f"{address}/a.png?x")

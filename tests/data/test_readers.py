@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tinyrl.data.readers import placed_rows, plain_row
+from tinyrl.data.readers import plain_row
+from tinyrl.data.sources import placed_rows
 
 
 def written(folder: Path, name: str, content: str | bytes) -> str:

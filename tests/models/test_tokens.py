@@ -80,6 +80,14 @@ def test_a_marker_in_a_prompt_is_text_and_the_templates_own_are_tokens():
     assert call not in rendered.tokens
 
 
+def test_an_image_that_is_typed_is_text():
+    tokenizer = chatml()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image_pad|>", "<|im_start|>", "<|im_end|>"]})
+    rendered = render_prompt(tokenizer, "see <|image_pad|>")
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") not in rendered.tokens
+    assert tokenizer.decode(rendered.tokens).startswith("<|im_start|>user\nsee <|image_pad|>")
+
+
 def test_a_marker_in_an_answer_ends_nothing_and_a_policys_own_stay():
     tokenizer = chatml()
     start, end = tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])

@@ -13,10 +13,12 @@ import psutil
 import pytest
 
 from tests.running import LookedAt
+from tinyrl.data.images import IMAGE_MARK
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.rewards.scores import describe_failures
+from tinyrl.tasks.prompts import row_columns
 from tinyrl.workers import calls, process
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults
@@ -67,6 +69,21 @@ def test_a_batch_is_scored_in_order_and_arrives_as_it_is(make_reward: MakeReward
     call = reward(prompts, completions, columns)
     assert (shown(call), call.failures, reward.retried) == ([1.5, None], [], None)
     assert json.loads((tmp_path / "seen.json").read_text()) == [prompts, completions, columns]
+
+
+def test_a_function_gets_paths_of_images_and_prompts_in_parts(make_reward: MakeReward, tmp_path: Path):
+    reward = make_reward("""
+        import json
+        def score(prompts, completions, images, **columns):
+            open("seen.json", "w").write(json.dumps([prompts, images]))
+            return [1.0] * len(prompts)
+    """)
+    image = {"path": "/pictures/a.png", "sha256": "0" * 64, "size": [4, 2]}
+    asked = [{"role": "user", "content": f"{IMAGE_MARK}what?", "images": [image]}]
+    columns = row_columns([{"images": [image]}, {"images": None}])
+    assert shown(reward([asked, "plain"], ["x", "y"], columns)) == [1.0, 1.0]
+    parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    assert json.loads((tmp_path / "seen.json").read_text()) == [[parts, "plain"], [["/pictures/a.png"], []]]
 
 
 def test_functions_may_name_the_columns_they_take(make_reward: MakeReward):

@@ -1,10 +1,19 @@
 """What is prepared before torch is imported is handed on, and not found again."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
+from tests.images import image_file
+from tests.training.rows import write_rows
 from tinyrl.cli.commands import app
+from tinyrl.evaluation.prepared import prepare_evaluation
+from tinyrl.evaluation.targets import Asked
+from tinyrl.rollout.prepared import PreparedRun, prepare
+from tinyrl.runs.resolve import config_of
 
 TASK = """
 from pathlib import Path
@@ -27,3 +36,62 @@ def test_check_reads_the_rows_of_a_task_once(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["check", "grpo", f"task.name={tmp_path / 'counted.py'}:TASK", "--quick"])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "reads.txt").read_text().split() == ["train", "eval"]
+
+
+# ---- rows with images ----
+
+ASKED = {"prompt": "what?", "answer": "red"}
+PAIR = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]}
+
+
+def prepared(
+    folder: Path, sections: dict[str, Any], *, config: dict[str, Any], image: str | None = "red.png"
+) -> PreparedRun:
+    """Prepare a run on two rows with an image, of a model of which there is config.json alone."""
+    image_file(folder / "red.png")
+    data = write_rows(folder / "rows.jsonl", [{**ASKED, **PAIR, "image": image}] * 2)
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    task = {"data": str(data), "eval_data": str(data)}
+    return prepare(config_of({"method": "grpo", "model": {"path": str(folder / "model")}, "task": task, **sections}))
+
+
+SEES = {"model_type": "qwen2_5_vl", "vision_config": {}}
+REWARDS = {"functions": [{"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}]}
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_images_are_taken_with_a_model_that_has_a_tower(tmp_path: Path, method: str) -> None:
+    assert prepared(tmp_path, {"method": method}, config=SEES).rows.has_images
+
+
+@pytest.mark.parametrize("method", ["grpo", "sft"])
+def test_images_are_refused_with_a_model_that_has_no_tower(tmp_path: Path, method: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.path=.* no vision tower"):
+        prepared(tmp_path, {"method": method}, config={"model_type": "qwen2"})
+    assert not prepared(tmp_path, {"method": method}, config={"model_type": "qwen2"}, image=None).rows.has_images
+
+
+@pytest.mark.parametrize(("sections", "setting"), [
+    ({"method": "ppo"}, "train ppo"), ({"method": "distill", "teacher": {"path": "starter"}}, "train distill"),
+    ({"environment": {"agent": "agent.py:play"}}, r"environment\.agent"), ({"reward": REWARDS}, "judge"),
+    ({"reward": {"model": "starter-reward"}}, r"reward\.model"),
+    ({"teacher": {"path": "self", "hint": "{answer}", "kl_coef": 0.1}}, "teacher"),
+    ({"generation": {"engine": "server", "url": "http://127.0.0.1:9"}}, r"generation\.engine"),
+])  # fmt: skip
+def test_what_does_not_see_images_is_refused_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], setting: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text("def play(row, base_url, api_key, model): ...\n")
+    Path("rubric.txt").write_text("{prompt} {completion} {answer}")
+    with pytest.raises(ValueError, match=f"images, which .*{setting}"):
+        prepared(tmp_path, sections, config=SEES)
+    assert not prepared(tmp_path, sections, config=SEES, image=None).rows.has_images
+
+
+def test_an_evaluation_refuses_images_for_a_model_without_a_tower(tmp_path: Path) -> None:
+    prepared(tmp_path, {}, config=SEES)
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="no vision tower"):
+        prepare_evaluation(str(tmp_path / "model"), Asked(data=str(tmp_path / "rows.jsonl")))

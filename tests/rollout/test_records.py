@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tinyrl.data.images import IMAGE_MARK
+from tinyrl.data.messages import Prompt
 from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.sample import Sample
 from tinyrl.rollout.records import EPISODE_CHARACTERS, LEAST_SHARE, conversation_lines, sample_lines
 from tinyrl.runs.records import turns_of
+from tinyrl.tasks.prompts import PreparedPrompt
 
 
 def said(role: str, content: str, **more: Any) -> dict[str, Any]:
@@ -30,8 +33,21 @@ FIND = {
 
 def line_of(episode: Episode) -> dict[str, Any]:
     sample = Sample([1], [2], [True], [-0.5], row=3, played=episode, scores=[1.0], score=1.0, reward=1.0)
-    [line] = sample_lines([sample], ["returned"], kind="train", prompts={3: "PROMPT"}, group_size=2, names=["exact"])
+    return line_with(sample, prompt="asked")
+
+
+def line_with(sample: Sample, *, prompt: Prompt) -> dict[str, Any]:
+    prepared = PreparedPrompt(index=3, row={}, prompt=prompt, text="PROMPT", tokens=[1], opened="")
+    [line] = sample_lines([sample], ["returned"], kind="train", prompts={3: prepared}, group_size=2, names=["exact"])
     return json.loads(json.dumps(line))
+
+
+def test_a_line_names_file_and_hash_of_images() -> None:
+    sample = Sample([1], [2], [True], [-0.5], row=3, scores=[1.0], score=1.0, reward=1.0)
+    image = {"path": "/pictures/a.png", "sha256": "0" * 64, "size": [4, 2]}
+    line = line_with(sample, prompt=[{**said("user", f"{IMAGE_MARK}what?"), "images": [image]}])
+    assert (line["prompt"], line["images"]) == ("PROMPT", [image])
+    assert "images" not in line_with(sample, prompt="asked")
 
 
 def test_a_line_has_an_agents_messages_and_tools_beside_what_it_returned() -> None:

@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.images import BLUE, RED, image_cache, image_file, picture  # noqa: F401 a fixture
 from tests.running import rows_for
 from tests.training.rows import write_rows
 from tinyrl.api import overrides_from
 from tinyrl.data.formats import shared_prompt, text_examples
-from tinyrl.data.image_rows import images_of
-from tinyrl.data.images import IMAGE_MARK
-from tinyrl.data.readers import Row, placed_rows
-from tinyrl.data.rows import fingerprint, prompt_key, prompt_keys, row_key, train_eval_split
+from tinyrl.data.images import IMAGE_MARK, images_of
+from tinyrl.data.readers import Row
+from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
+from tinyrl.data.sources import placed_rows
+from tinyrl.evaluation.targets import trained_on
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
 
@@ -130,6 +132,7 @@ def test_a_task_of_ones_own_may_return_messages_with_images(tmp_path: Path) -> N
     assert [images_of(prompt)[0].path for prompt in (first, second)] == [
         str(tmp_path / name) for name in ("red.png", "blue.png")
     ]
+    assert [row["images"] for row in rows.train] == [prompt[0]["images"] for prompt in (first, second)]
     assert rows.has_images
 
 
@@ -142,6 +145,13 @@ def test_keys_of_prompts_and_rows_tell_pictures_apart(tmp_path: Path) -> None:
     assert prompt_keys(red["prompt"], system_prompt="s").isdisjoint(prompt_keys(blue["prompt"], system_prompt="s"))
     assert row_key(red) != row_key(blue)
     assert fingerprint([red]) != fingerprint([blue])
+
+
+def test_fingerprints_of_a_run_name_the_images(tmp_path: Path) -> None:
+    red, blue = two_pictures(tmp_path)
+    before, after = fingerprints([red], [red]), fingerprints([blue], [red])
+    assert [name for name in before if before[name] != after[name]] == ["training", "images of the training"]
+    assert fingerprints([{"prompt": "a"}], []).keys() == {"training", "held-out"}
 
 
 def test_a_picture_elsewhere_is_the_same_prompt_and_row(tmp_path: Path) -> None:
@@ -167,3 +177,15 @@ def test_held_out_pictures_are_not_those_trained_on(tmp_path: Path) -> None:
     kind = read(tmp_path / "rows.jsonl").kind
     assert shared_by_splits([red], [blue], kind, system_prompt=None) == []
     assert len(shared_by_splits([red], [red], kind, system_prompt=None)) == 1
+
+
+def test_a_comparison_leaves_out_only_the_pictures_that_were_trained_on(tmp_path: Path) -> None:
+    red, blue = two_pictures(tmp_path / "rows")
+    data = write(tmp_path / "trained", [{"prompt": ASKED, "image": "red.png", "answer": "x"}])
+    config = config_of({"method": "grpo", "task": {"name": "rows", "data": str(data), "eval_data": str(data)}})
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    seen = trained_on(str(run))
+    keys = [prompt_keys(row["prompt"], system_prompt=None) for row in (red, blue)]
+    assert [seen.isdisjoint(found) for found in keys] == [False, True]

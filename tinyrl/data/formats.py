@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
-from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import (
     Message,
     Prompt,
@@ -202,10 +202,6 @@ class RowKind:
     def prompt(self, row: Row) -> Any:
         """Return the prompt as grouping key."""
         return shared_prompt(row)
-
-    def shows_images(self, row: Row) -> bool:
-        """Return whether the prompt of a usable row has images."""
-        return bool(row.get("images"))
 
     def unread(self, row: Row) -> list[str]:
         """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""

@@ -17,17 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.data.images import IMAGE_MARK, Image, ImageFiles, is_entry
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, Image, images_of, is_entry
 from tinyrl.text import truncate
 
 Row = dict[str, Any]
 
 IMAGE_COLUMNS = ("image", "images")
 CHATS = (("prompt", "completion"), ("messages",), ("conversations",))  # columns that are one conversation
-TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
-IGNORED_KEYS = ("type", "detail", "text", "index")
+IGNORED_KEYS = ("type", "detail")
 TAG = "<image>"  # a place in a text, where the row has a column of images
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
 
@@ -91,13 +91,6 @@ def placed_prompt(prompt: Any, row: Row, files: ImageFiles) -> Any:
     if not images and not _may_hold(prompt):
         return prompt
     return _placed_chat({"prompt": prompt}, Places(files=files, given=images))["prompt"]
-
-
-def images_of(prompt: Any) -> list[Image]:
-    """Return the images of a prompt, or of an answer, in order."""
-    if not isinstance(prompt, list):
-        return []
-    return [Image.of_entry(entry) for message in prompt for entry in message.get("images", ())]
 
 
 def with_parts(prompt: Any) -> Any:
@@ -273,7 +266,7 @@ def _of_part(part: Row, places: Places) -> Image:
     given = {name: value for name, value in part.items() if value not in (None, "") and name not in IGNORED_KEYS}
     unread = [name for name in given if name not in VALUE_KEYS]
     if unread:
-        hint = "task.max_pixels is the size of all images"
+        hint = "a text is a part of its own, and task.max_pixels is the size of all images"
         raise ValueError(
             f"a part of the type {part['type']} has `{truncate(str(unread[0]), 40)}`, which is not read; {hint}"
         )

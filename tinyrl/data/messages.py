@@ -13,8 +13,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
-from tinyrl.data.image_rows import TEXT_PARTS
-from tinyrl.data.images import IMAGE_MARK, is_entry
+from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, is_entry
 from tinyrl.data.readers import Row, json_of
 from tinyrl.text import first_line, join_truncated, truncate
 

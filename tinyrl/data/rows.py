@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyrl.data.images import without_paths
 from tinyrl.data.messages import as_messages, messages_of
-from tinyrl.data.readers import Row, placed_rows
+from tinyrl.data.readers import Row
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -37,11 +37,6 @@ def with_num_steps(config: Config, *, rows: int, of_step: int) -> Config:
         return config
     num_steps = math.ceil(Fraction(str(epochs)) * rows / of_step)
     return config.model_copy(update={"run": config.run.model_copy(update={"num_steps": num_steps})})
-
-
-def read_rows(source: str, **options: Any) -> list[Row]:
-    """Read rows without their places."""
-    return [row for _, row in placed_rows(source, **options)]
 
 
 def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
@@ -67,7 +62,14 @@ def fingerprint(rows: list[Row]) -> str:
 
 
 def fingerprints(train: list[Row], held_out: list[Row]) -> dict[str, str]:
-    return {"training": fingerprint(train), "held-out": fingerprint(held_out)}
+    """Return the fingerprints that a resume compares: of both splits, and once more of the images in them."""
+    found = dict[str, str]()
+    for split, rows in (("training", train), ("held-out", held_out)):
+        found[split] = fingerprint(rows)
+        images = [{"images": row["images"]} for row in rows if row.get("images")]
+        if images:
+            found[f"images of the {split}"] = fingerprint(images)
+    return found
 
 
 def row_key(row: Row) -> str:

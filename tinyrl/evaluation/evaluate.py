@@ -135,7 +135,7 @@ def _evaluate(
         answers,
         texts,
         kind="eval-greedy" if greedy else "eval",
-        prompts={p.index: p.text for p in prompts},
+        prompts={p.index: p for p in prompts},
         group_size=samples,
         names=scorer.names,
     )

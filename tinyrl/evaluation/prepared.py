@@ -9,7 +9,7 @@ from tinyrl.config.schema import Config
 from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked, find, find_side, locate
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
-from tinyrl.rollout.preflight import check_named, check_task
+from tinyrl.rollout.preflight import check_images, check_named, check_sees_images, check_task
 from tinyrl.rollout.prepared import PreparedRun, with_tower
 from tinyrl.runs.run_dir import OwnSide, own_side
 from tinyrl.tasks import task_of
@@ -60,12 +60,18 @@ def _prepared(first: Target, others: list[Side], asked: Asked) -> PreparedEvalua
     check_asked(first, asked)
     for side in others:
         _check_pair(first, side)
+    sampled = _with_rows(first.sampled, asked)
+    measured = _with_rows(first.measured, asked)
+    have_images = any(prepared is not None and prepared.rows.has_images for prepared in (sampled, measured))
+    for side in others:
+        if have_images and isinstance(side, Target) and (theirs := side.sampled or side.measured) is not None:
+            check_sees_images(theirs)
     return PreparedEvaluation(
         first=locate(first),
         others=[locate(side) if isinstance(side, Target) else side for side in others],
         asked=asked,
-        sampled=_with_rows(first.sampled, asked),
-        measured=_with_rows(first.measured, asked),
+        sampled=sampled,
+        measured=measured,
     )
 
 
@@ -97,6 +103,8 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
             check_rubrics(config)
             check_judge_budgets(config)
         rows = rows_of_run(config, task)
+        if rows.has_images:
+            check_images(config)
         return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.data.image_rows import with_parts
 from tinyrl.data.messages import asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
@@ -61,7 +62,7 @@ class EpisodeRunner:
 
     def openings(self, task: Task, rows: list[Row]) -> list[str | None]:
         """Return texts of the environment at the end of each row's prompt."""
-        return self.environment.openings([asked_of(task.prompt(row)) for row in rows], row_columns(rows))
+        return self.environment.openings([with_parts(asked_of(task.prompt(row))) for row in rows], row_columns(rows))
 
     def longest_prompt(self, prompts: list[PreparedPrompt]) -> int:
         return most_tokens(prompts)
@@ -261,4 +262,4 @@ class Episodes(AbstractContextManager):
     def _given(self, samples: list[int]) -> tuple[list[Any], list[Transcript], dict[str, list[Any]]]:
         prompts = [self.prompts[i] for i in samples]
         columns = {"seed": [self.seeds[i] for i in samples], **row_columns([p.row for p in prompts])}
-        return [p.question for p in prompts], [self.episodes[i].transcript for i in samples], columns
+        return [with_parts(p.question) for p in prompts], [self.episodes[i].transcript for i in samples], columns

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tinyrl.data.image_rows import with_parts
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import HERE, FunctionSource, parse_use
 from tinyrl.workers.values import RowResults, is_score
@@ -35,12 +36,13 @@ class FunctionReward(WorkerFunction):
         self.weight = weight
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RowResults:
-        """Score a batch; NaN: the function returned None ("does not apply"), or the row is among the failures.
+        """Score a batch; NaN: the function returned None ("does not apply"), or the row is among the failures. Prompts
+        with images have parts for content, as TRL's have.
 
         ValueError: a column that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
         after a stop was asked for.
         """
-        arguments = {"prompts": list(prompts), "completions": list(completions), **columns}
+        arguments = {"prompts": [*map(with_parts, prompts)], "completions": list(completions), **columns}
         results = self.rows(arguments, len(prompts), is_valid=is_score)
         results.values = [math.nan if score is None else score for score in results.values]
         return results

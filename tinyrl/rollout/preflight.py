@@ -1,8 +1,11 @@
-"""Checks of settings before torch is imported and rows are read: model folders, rewards, the task."""
+"""Checks of settings before torch is imported and rows are read: model folders, rewards, the task. `check_images` is
+for settings that rows with images do not go with, and is called once these are read.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from tinyrl.config.conflicts import training_conflicts
 from tinyrl.config.marks import Named
@@ -14,6 +17,7 @@ from tinyrl.models.reading import resolve_model_path
 from tinyrl.process.launched import launched
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
+from tinyrl.runs.resolve import has_vision_tower
 from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of
@@ -108,3 +112,45 @@ def check_model_path(key: str, path: str | None) -> None:
         resolve_model_path(path, key=key, adapters=True)
     elif not any((run / "checkpoints").glob("step-*")):
         raise ValueError(f"{key}={path}: this run has no checkpoint yet")
+
+
+# ---- images ----
+
+
+def check_images(config: Config) -> None:
+    """Raise Refusal for settings of a run whose rows have images, under which something would not see them."""
+    raise_first(_blind_settings(config))
+    check_sees_images(config)
+
+
+def _blind_settings(config: Config) -> Iterator[Refusal]:
+    """Yield settings under which something reads prompts without their images."""
+    images = "the rows of task.data have images, which"
+    if config.method not in ("grpo", "sft"):
+        yield Refusal(
+            ("method", "task.data"), f"{images} `tinyrl train {config.method}` does not read; grpo and sft do"
+        )
+    if not config.samples:
+        return
+    reward = config.reward
+    if config.environment.agent is not None:
+        yield Refusal(("environment.agent", "task.data"), f"{images} environment.agent is not shown")
+    if any(function.is_judge for function in reward.functions):
+        yield Refusal(("reward.functions", "task.data"), f"{images} a judge is not shown")
+    if reward.model is not None:
+        yield Refusal(("reward.model", "task.data"), f"{images} reward.model={reward.model} does not see")
+    if config.learns_from_teacher:
+        yield Refusal(("teacher.path", "task.data"), f"{images} a teacher is not shown")
+    if config.generation.engine == "server":
+        yield Refusal(("generation.engine", "task.data"), f"{images} generation.engine=server is not sent")
+
+
+def check_sees_images(config: Config) -> None:
+    """Raise Refusal where config.json of the model is here and names no vision tower."""
+    path = config.model.path
+    if has_vision_tower(path) is False:
+        raise Refusal(
+            ("model.path", "task.data"),
+            f"the rows of task.data have images, and model.path={path} has no vision tower (no vision_config in its "
+            "config.json). task.columns.unused=images leaves their column out",
+        )

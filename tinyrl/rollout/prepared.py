@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.refusal import Refusal, raise_first, refusals_at
 from tinyrl.config.schema import Config
-from tinyrl.rollout.preflight import check_before_loading
+from tinyrl.rollout.preflight import check_before_loading, check_images
 from tinyrl.runs.resolve import check_room_for_responses, resolve
 from tinyrl.tasks import Task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
@@ -33,7 +33,8 @@ def prepare(config: Config) -> PreparedRun:
     """Check a run that is to train, without torch, in the order of what an answer costs; read its rows.
 
     1. Settings, and what they name (`prepare_settings`).
-    2. Rows, of files or the hub: each is checked, and there must be a reward where the method needs one.
+    2. Rows, of files or the hub: each is checked, and there must be a reward where the method needs one. Where they
+       have images, the model and all that reads prompts must see them.
 
     Raises ValueError for what a user can fix.
     """
@@ -42,6 +43,8 @@ def prepare(config: Config) -> PreparedRun:
     with refusals_at(config.given.places):
         text = text_rows(config)  # by the paths that were given, which errors quote
         rows = replace(rows_of_run(config, task), text=text)
+        if rows.has_images:
+            check_images(settings.config)
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)

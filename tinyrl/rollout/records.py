@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from tinyrl.data.images import images_of
 from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.text import IncrementalDetokenizer, excerpt
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tinyrl.environments import Message
     from tinyrl.environments.environment import Dialogue, Episode
     from tinyrl.rewards.scorer import Scorer
+    from tinyrl.tasks.prompts import PreparedPrompt
 
 SAMPLES_BYTES = 90e6  # of samples.jsonl, but for the last step
 EPISODE_CHARACTERS = 100_000  # of an agent's conversations in a line, about: each of their texts has an equal share
@@ -42,9 +44,14 @@ def completion_text(sample: Sample, scorer: Scorer) -> str:
     return "\n".join(turn["content"] for turn in sample.played.transcript if turn["role"] == "assistant")
 
 
-def sample_key(sample: Sample, *, prompts: Mapping[int, str], group_size: int) -> dict[str, Any]:
-    """Return the prompt of a sample and its number in the group; prompts: their texts, by index."""
-    return {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompts[sample.row]}
+def sample_key(sample: Sample, *, prompts: Mapping[int, PreparedPrompt], group_size: int) -> dict[str, Any]:
+    """Return the prompt of a sample, of prompts by their index, and its number in the group. Images are named by file
+    and hash.
+    """
+    prompt = prompts[sample.row]
+    key = {"prompt_index": sample.row, "sample": sample.episode % group_size, "prompt": prompt.text}
+    images = [image.entry for image in images_of(prompt.prompt)]
+    return {**key, "images": images} if images else key
 
 
 def is_penalised(sample: Sample) -> bool:
@@ -57,7 +64,7 @@ def sample_lines(
     texts: list[str],
     *,
     kind: str,
-    prompts: Mapping[int, str],
+    prompts: Mapping[int, PreparedPrompt],
     group_size: int,
     names: list[str],
     advantages: Tensor | None = None,
@@ -167,7 +174,7 @@ def token_lines(
     columns: TokenColumns,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: dict[int, str],
+    prompts: Mapping[int, PreparedPrompt],
     group_size: int,
 ) -> Iterator[dict[str, Any]]:
     """Make lines of tokens.jsonl: each token with its numbers. Tokens that were only read have none of these."""

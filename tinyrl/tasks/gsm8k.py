@@ -10,7 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import read_rows
+from tinyrl.data.sources import read_rows
 from tinyrl.tasks import Task, text_in
 from tinyrl.tasks.grading import after_last, by_row, first_number
 from tinyrl.tasks.stated import begun_number, number_of, stated_answer, stated_number

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import read_rows
+from tinyrl.data.sources import read_rows
 from tinyrl.tasks import Task, text_in
 from tinyrl.tasks.grading import by_row, tagged, think_answer_format
 

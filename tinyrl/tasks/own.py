@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyrl.data.images import ImageFiles
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Prompt
-from tinyrl.data.readers import Row, row_with_images
+from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
+from tinyrl.data.sources import row_with_images
 from tinyrl.tasks.task import Task, no_rows
 from tinyrl.tasks.worker_service import PLAIN_FACTS
 from tinyrl.workers.calls import WorkerFunction
@@ -104,7 +106,18 @@ class OwnCode:
                 self._of(row)
             except ValueError as error:
                 raise ValueError(f"{place} {number}: {error}") from error
-        return rows
+        return self.with_shown_images(rows)
+
+    def with_shown_images(self, rows: list[Row]) -> list[Row]:
+        """Return rows with the images that the task's code puts into their prompts, as other rows have theirs: they are
+        in the fingerprint of the rows, and a reward may ask for them.
+        """
+        found = list[Row]()
+        for row in rows:
+            images = [] if row.get("images") else images_of(self._of(row).prompt)
+            found.append({**row, "images": [image.entry for image in images]} if images else row)
+        self.prepare([row for row in found if row.get("images")])
+        return found
 
     def prepare(self, rows: list[Row]) -> None:
         """Find prompts and gold answers of rows, many in a call; `prompt` and `gold` raise what is wrong with one."""

@@ -227,9 +227,14 @@ def most_tokens(prompts: list[PreparedPrompt]) -> int:
 
 
 def row_columns(rows: list[Row]) -> dict[str, list[Any]]:
-    """Return the columns of rows as lists (TRL's reward signature); the prompt is an argument of its own."""
+    """Return the columns of rows as lists (TRL's reward signature), images as paths; the prompt is an argument of its
+    own.
+    """
     names = dict.fromkeys(name for row in rows for name in row if name not in ("prompt", "prompts", "completions"))
-    return {name: [row.get(name) for row in rows] for name in names}
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    if any(columns.get("images", ())):
+        columns["images"] = [[image["path"] for image in images or ()] for images in columns["images"]]
+    return columns
 
 
 def render_prompt(

@@ -27,9 +27,9 @@ from tinyrl.data.formats import (
     refuse_media,
     with_prompt,
 )
-from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
-from tinyrl.data.readers import Placed, Row, placed_rows
+from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import (
     HELD_OUT_SHARE,
     SPLIT_SEED,
@@ -39,6 +39,7 @@ from tinyrl.data.rows import (
     train_eval_split,
     trained_on_too,
 )
+from tinyrl.data.sources import placed_rows
 from tinyrl.runs.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
@@ -67,7 +68,7 @@ class RunRows:
     @property
     def has_images(self) -> bool:
         """Return whether a prompt has an image, so that a model with a vision tower reads them."""
-        return any(self.kind.shows_images(row) for row in (*self.train, *self.held_out))
+        return any(row.get("images") for row in (*self.train, *self.held_out))
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
@@ -245,9 +246,6 @@ class Prompts(RowKind):
     def prompt(self, row: Row) -> Prompt:
         return self.task.prompt(row)
 
-    def shows_images(self, row: Row) -> bool:
-        return bool(row.get("images")) or (self.task.own is not None and bool(images_of(self.task.prompt(row))))
-
     def unread(self, row: Row) -> list[str]:
         """Return the columns that no prompt shows; other tasks than `rows` may make their prompts of them."""
         given = given_beside(row)
@@ -276,6 +274,7 @@ class Prompts(RowKind):
         rows = [{name: row.get(name) for name in names} for _, row in placed]
         if task.own is not None:
             task.own.prepare(rows)  # those that have got another column
+            rows = task.own.with_shown_images(rows)
         return rows
 
     def check(self, row: Row) -> None:

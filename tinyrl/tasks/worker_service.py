@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.image_rows import placed_prompt
-from tinyrl.data.images import ImageFiles
 from tinyrl.data.messages import prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import worker_service

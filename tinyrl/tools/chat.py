@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeVar
 
-from tinyrl.data.messages import Message, Prompt, as_messages
+from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of, refuse_images
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine
@@ -187,6 +187,7 @@ class ChatSession:
         elif runner is not None and (columns := runner.environment.needed_columns):
             reads = ", ".join(f"`{name}`" for name in columns)
             raise ValueError(f"the environment reads columns of a row ({reads}): ask a held-out one, /prompt I")
+        refuse_images(as_messages(prompt_of(task.prompt(row))), "a chat")
         [prompt] = prepare_prompts(
             task,
             [row],

@@ -76,7 +76,6 @@ class OnPolicy(Method):
         self.collector = collector
         self.row_fingerprints = collector.row_fingerprints
         self.by_index = {prompt.index: prompt for prompt in collector.train_prompts}
-        self.texts = {prompt.index: prompt.text for prompt in collector.train_prompts}
         self.temperature = self.config.generation.temperature
         self.group_size = self.config.on_policy.group_size
         self.warned: set[str] = set()  # rewards that were tried row by row, as a warning has said
@@ -213,7 +212,7 @@ class OnPolicy(Method):
             lines = [
                 {
                     "step": step + 1,
-                    **sample_key(sample, prompts=self.texts, group_size=self.group_size),
+                    **sample_key(sample, prompts=self.by_index, group_size=self.group_size),
                     "completion": completion_text(sample, self.collector.scorer),
                     **({} if sample.played is None else {"episode": sample.played.transcript}),
                     "reason": reason,
@@ -428,7 +427,7 @@ class OnPolicy(Method):
         folder = run.folder
         settings = self.config.run
         samples = experience.samples
-        how: dict[str, Any] = {"prompts": self.texts, "group_size": self.group_size}
+        how: dict[str, Any] = {"prompts": self.by_index, "group_size": self.group_size}
         if run.evaluates_after(step + 1) and (shown := shown_samples(samples, group_size=self.group_size)):
             with stop_held(), run.timed("evaluation"):
                 columns = self.token_columns(run, experience.rows(shown), None if rewards is None else rewards[shown])

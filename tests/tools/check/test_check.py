@@ -14,7 +14,8 @@ from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
-from tinyrl.data.rows import PASS_RATE, read_rows
+from tinyrl.data.rows import PASS_RATE
+from tinyrl.data.sources import read_rows
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.prepared import prepare

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from tinyrl.config.schema import Config
+from tinyrl.data.image_rows import with_parts
 from tinyrl.data.messages import as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
@@ -242,7 +243,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         return section
     if not config.uses("environment") or not has_environment(config, task):
         return None
-    prompts = [asked_of(task.prompt(row)) for row in rows]
+    prompts = [with_parts(asked_of(task.prompt(row))) for row in rows]
     environment = Replies(
         config.environment,
         task=task.name,
