@@ -12,20 +12,20 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, MllamaConfig
 
 from tests.models.building import stir
 from tests.tiny_models import TinyModels
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
-from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.loading import load_image_text_model, load_tokenizer
 from tinyrl.models.policy import Policy
 from tinyrl.models.towers import language_parameters, tower_names, towers_of
 from tinyrl.runs.resolve import config_of
 
 IDS = torch.arange(2, 30).unsqueeze(0)
-FULL = {"lora": {"enabled": False}}
+FULL: dict[str, Any] = {"lora": {"enabled": False}}
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +188,32 @@ def test_an_adapter_of_the_whole_model_is_read_by_the_text_class(tiny: TinyModel
     text = policy_at(folder, with_images=None, model={"adapter": str(tmp_path)})
     assert type(text.causal).__name__ == "Qwen3_5ForCausalLM"
     assert torch.allclose(logits(text.causal), logits(whole.causal), atol=1e-5)
+
+
+# ---- rows of text ----
+
+
+def test_rows_of_text_load_the_language_model_without_its_tower(tiny: TinyModels) -> None:
+    policy = policy_at(tiny("qwen3.5-vl"), with_images=None)
+    assert tower_names(policy.causal) == []
+    assert in_towers(policy_at(tiny("qwen3.5-vl")), ["model.visual."])
+
+
+def test_rows_of_text_train_no_other_names_than_before(tiny: TinyModels) -> None:
+    """Gemma 3 is loaded whole for them, too, and a checkpoint of a run from before has to be read."""
+    policy = policy_at(tiny("gemma3-vl"), with_images=None)
+    assert in_towers(policy, policy.parameters["policy"])
+
+
+def test_a_model_without_a_tower_is_refused_by_its_type(tiny: TinyModels) -> None:
+    with pytest.raises(ValueError, match=r"llama has no vision tower"):
+        policy_at(tiny("llama"))
+
+
+def test_a_model_that_takes_no_features_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """Llama 3.2 Vision, whose layers attend to what the tower sees; the folder has no weights."""
+    text = {"num_hidden_layers": 1, "hidden_size": 32, "cross_attention_layers": []}
+    vision = {"num_hidden_layers": 1, "num_global_layers": 1, "hidden_size": 32}
+    MllamaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"MllamaForConditionalGeneration takes no features"):
+        load_image_text_model(str(tmp_path), dtype=torch.float32)
