@@ -27,7 +27,8 @@ from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
-from tinyrl.data.readers import plain_row
+from tinyrl.data.images import ImageFiles
+from tinyrl.data.readers import row_with_images
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked, policy_at
 from tinyrl.process.errors import CodeChanged, Interrupted
@@ -296,12 +297,15 @@ def overrides_from(
             flat.setdefault("task.eval_data", None)
     for key, source in (("task.data", rows), ("task.eval_data", eval_rows)):
         if source is not None:
-            flat[key] = source if isinstance(source, str | os.PathLike) else _write_rows(source, inputs)
+            files = ImageFiles(base=Path.cwd(), fetch=flat.get("task.fetch_images") is True)
+            flat[key] = source if isinstance(source, str | os.PathLike) else _write_rows(source, inputs, files)
     return [as_override(key, _plain(key, value)) for key, value in flat.items()]
 
 
-def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
-    """Write rows as a .jsonl file named by its content. Raises ValueError for what is not a list of dictionaries."""
+def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path, files: ImageFiles) -> Path:
+    """Write rows as a .jsonl file named by its content, with images of any form as files. Raises ValueError for what is
+    not a list of dictionaries.
+    """
     text = ""
     if not isinstance(rows, Iterable):
         raise ValueError(f"rows are dictionaries, a file or a hub name, not {truncate(repr(rows))}")
@@ -310,7 +314,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], inputs: Path) -> Path:
         if not isinstance(row, Mapping):
             hint = "; of a data frame give frame.to_dict('records')" if hasattr(rows, "to_dict") else ""
             raise ValueError(f"{place}: {truncate(repr(row))} is not a dictionary of columns{hint}")
-        text += json.dumps(_plain(place, plain_row(row, place))) + "\n"
+        text += json.dumps(_plain(place, row_with_images(row, files, place))) + "\n"
     file = inputs / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     if not file.is_file():
         file.parent.mkdir(parents=True, exist_ok=True)

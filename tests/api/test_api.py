@@ -213,8 +213,8 @@ def test_settings_rewards_and_rows_become_what_the_command_line_takes(tmp_path: 
     [_, _, word] = overrides_from({}, None, dated, inputs=tmp_path)
     written = Path(word.partition("=")[2]).read_text()
     assert written == '{"prompt": "a", "on": "2026-11-28", "price": 1.5}\n'
-    with pytest.raises(ValueError, match="row 1: column 'image' holds bytes"):
-        overrides_from({}, None, [{"prompt": "a", "image": b"x"}], inputs=tmp_path)
+    with pytest.raises(ValueError, match="row 1: column 'file' holds bytes"):
+        overrides_from({}, None, [{"prompt": "a", "file": b"x"}], inputs=tmp_path)
     [word] = overrides_from({}, [functools.partial(variety, scale=2), "r.py:f"])
     assert "__main__:variety" in word
     assert "r.py:f" in word

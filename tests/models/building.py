@@ -75,7 +75,7 @@ def values(roles: Policy, *, detach: bool = False) -> Tensor:
     """Values of `a_batch`; the value role must be acting where they are to have a gradient."""
     if roles.value_role == "critic":
         return roles.values(a_batch())
-    states = roles.policy_states(a_batch())
+    states = roles.states("policy", a_batch())
     return roles.values(a_batch(), states=states.detach() if detach else states)
 
 

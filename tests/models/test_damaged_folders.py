@@ -114,8 +114,8 @@ def sound(tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     root = tmp_path_factory.mktemp("folders")
     roles = lora_roles(tiny("llama"))
     stir(roles.parameters["policy"])
-    assert roles.peft is not None
-    save_adapter(roles.peft, "default", root / "adapter")
+    assert roles.adapters.peft is not None
+    save_adapter(roles.adapters.peft, "default", root / "adapter")
     shutil.copytree(root / "adapter", root / "reward adapter")
     head = {name: tensor.detach() for name, tensor in ValueHead(32).state_dict().items()}
     save_file(head, root / "reward adapter" / SCORE_HEAD)

@@ -47,8 +47,8 @@ def test_pickled_weights_are_refused(tiny: TinyModels, tmp_path: Path):
 def test_an_adapter_is_no_model_and_needs_its_base_and_safetensors(tiny: TinyModels, tmp_path: Path):
     """The library would load its base and put the adapter on it, so that the reference was adapted, too."""
     roles = lora_roles(tiny("llama"))
-    assert roles.peft is not None
-    save_adapter(roles.peft, "default", tmp_path)
+    assert roles.adapters.peft is not None
+    save_adapter(roles.adapters.peft, "default", tmp_path)
     with pytest.raises(ValueError, match=r"is an adapter: name it as model\.adapter"):
         load_causal_lm(str(tmp_path), dtype=torch.float32)
     with pytest.raises(ValueError, match="Target modules"):

@@ -128,9 +128,9 @@ def test_an_adapter_and_head_score_on_the_shared_base(tiny: TinyModels, tmp_path
     made = lora_roles(tiny("llama"))  # as `tinyrl train reward` leaves it: adapter files and a head
     made.train_score_head()
     stir(made.parameters["policy"])
-    assert made.peft is not None
+    assert made.adapters.peft is not None
     assert made.score_head is not None
-    save_adapter(made.peft, "default", tmp_path)
+    save_adapter(made.adapters.peft, "default", tmp_path)
     save_file({k: v.detach() for k, v in made.score_head.state_dict().items()}, tmp_path / SCORE_HEAD)
     assert is_reward_adapter(str(tmp_path))
     roles = lora_roles(tiny("llama"), targets=["q_proj"])

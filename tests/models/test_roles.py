@@ -26,7 +26,8 @@ from tests.tiny_models import TinyModels, sharp_model
 from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import lora_matrices, merged_weight
-from tinyrl.models.policy import CriticKind, Policy, recomputable_layers
+from tinyrl.models.policy import CriticKind, Policy
+from tinyrl.models.recomputation import recomputable_layers
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(lora_roles, torch.float32), (full_roles, torch.bfloat16)])
@@ -81,7 +82,7 @@ def test_every_adapter_acts_alone(tiny: TinyModels):
         assert not torch.allclose(one, other, atol=1e-3)
     with torch.no_grad():  # outside every block the policy acts
         assert torch.equal(roles.logprobs("policy", a_batch(), temperature=1.0)[0], moved)
-    assert not any(p.requires_grad for p in roles.adapter_parameters("reference").values())
+    assert not any(p.requires_grad for p in roles.adapters.parameters("reference").values())
     assert all(p.requires_grad for p in roles.parameters["policy"].values())
 
 
@@ -132,7 +133,7 @@ def test_merged_weights_are_those_of_the_branches(tiny: TinyModels):
     """2106.09685, Eq. 3."""
     roles = lora_roles(tiny("llama"), targets=["q_proj"])
     stir(roles.parameters["policy"])
-    layer: Any = roles.adapted_layers("default")[0]
+    layer: Any = roles.adapters.layers("default")[0]
     a, b = lora_matrices(layer, "default") or (torch.empty(0), torch.empty(0))
     base, merged = (merged_weight(layer, adapter)[0] for adapter in (None, "default"))
     torch.testing.assert_close(merged, base + b @ a)

@@ -52,8 +52,8 @@ def test_a_class_without_the_decoder_that_was_trained_is_refused(tiny: TinyModel
 def test_an_adapter_of_a_decoder_inside_a_vision_model_has_the_whole_models_names(tiny: TinyModels, tmp_path: Path):
     base = tiny("qwen3.5-vl")
     policy = lora_roles(base)
-    assert policy.peft is not None
-    save_adapter(policy.peft, "default", own := tmp_path / "own")
+    assert policy.adapters.peft is not None
+    save_adapter(policy.adapters.peft, "default", own := tmp_path / "own")
     config = json.loads((own / "adapter_config.json").read_text())
     patterns = {"rank_pattern": {"model.layers.0.mlp.up_proj": 2}, "alpha_pattern": {"up_proj": 3}}
     (own / "adapter_config.json").write_text(json.dumps({**config, **patterns}))

@@ -68,7 +68,7 @@ def given(trainer: Any) -> Experience:
 def distance(trainer: Any, minibatch: Experience) -> Any:
     """(loss, metrics) of a minibatch."""
     batch = trainer.policy.batch_of(minibatch.samples)
-    states = trainer.policy.policy_states(batch)
+    states = trainer.policy.states("policy", batch)
     return trainer.teacher.distance(batch, states, outputs_of(minibatch), Counts.of(minibatch))
 
 
@@ -228,7 +228,7 @@ def test_the_policy_as_its_own_teacher_stays_as_it_was(model: Path) -> None:
         head.mul_(1.5)
     loss, _ = distance(trainer, experience)
     (gradient,) = torch.autograd.grad(loss, head)
-    states = trainer.policy.policy_states(trainer.policy.batch_of(samples))
+    states = trainer.policy.states("policy", trainer.policy.batch_of(samples))
     plain = jensen_shannon((states @ head.T).log_softmax(-1), expected, beta=1.0).mean()
     torch.testing.assert_close(loss, plain, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradient, torch.autograd.grad(plain, head)[0], atol=1e-5, rtol=1e-4)

@@ -20,6 +20,7 @@ from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.models.policy import Policy
+from tinyrl.models.policy_files import restore_policy
 from tinyrl.models.reward_model import load_reward_model
 from tinyrl.models.states import last_states
 from tinyrl.process.launched import Options
@@ -238,7 +239,7 @@ def values(collector: Collector) -> Tensor:
     policy = collector.policy
     batch = policy.batch_of(examples(PROMPTS, RESPONSES))
     with torch.no_grad(), policy.acting(policy.value_role):
-        states = None if policy.value_role == "critic" else policy.policy_states(batch)
+        states = None if policy.value_role == "critic" else policy.states("policy", batch)
         return policy.values(batch, states=states)
 
 
@@ -247,7 +248,7 @@ def learnt(config: Config, folder: Path, name: str) -> tuple[RunDir, Tensor]:
     run = trained(config, folder, name=name)
     collector = load(run.read_config())
     start = values(collector)
-    collector.policy.load(run.checkpoints / "step-000002")
+    restore_policy(collector.policy, run.checkpoints / "step-000002")
     end = values(collector)
     collector.close()
     assert float((end - start).abs().max()) > 1e-3

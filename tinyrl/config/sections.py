@@ -171,6 +171,9 @@ class ModelConfig(Section):
         default=None,
         description="load the model with its vision tower, frozen; null: where rows have images",
     )
+    image_cache_gb: NonNegativeFloat = Field(
+        default=1.0, description="memory for image features that are kept: the vision tower runs once per image"
+    )
 
 
 class LoraSection(Section):
@@ -268,6 +271,12 @@ class TaskConfig(Section):
     )
     grading: Literal["task", "math"] = Field(
         default="task", description="task: the task's verifier; math: math-verify, for formulas"
+    )
+    max_pixels: Positive = Field(
+        default=401_408, description="maximum pixels of an image; one with more is scaled down, its aspect ratio kept"
+    )
+    fetch_images: bool = Field(
+        default=False, description="fetch images at http addresses, once, into a cache; false: refuse them"
     )
 
 

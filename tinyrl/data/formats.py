@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
+from tinyrl.data.image_rows import images_of
 from tinyrl.data.messages import (
     Message,
     Prompt,
@@ -149,7 +150,7 @@ ANSWERS: tuple[Format, ...] = (COMPLETION, MESSAGES, CONVERSATIONS, TEXT)  # one
 PROMPTS: tuple[Format, ...] = (TEXT, MESSAGES, CONVERSATIONS, PAIR, COMPLETION)  # a prompt is taken of the first
 ASKED_COLUMNS = ("prompt", "tools", *(name for each in PROMPTS for name in each.asked))
 ANSWERED_COLUMNS = tuple(name for each in PROMPTS for name in each.answered)
-MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")  # inputs of other models than of text
+MEDIA_COLUMNS = ("video", "videos", "audio", "audios")  # which nothing shows to a model
 PLAIN_KEYS = frozenset(("role", "content", "from", "value"))
 BESIDE_COLUMNS = ("system", "tools")  # parts of a conversation that some formats have outside of its messages
 KNOWN_COLUMNS = ("prompt", *(name for each in (*ANSWERS, PAIR) for name in each.columns), "margin", "label", "tools")
@@ -202,6 +203,10 @@ class RowKind:
         """Return the prompt as grouping key."""
         return shared_prompt(row)
 
+    def shows_images(self, row: Row) -> bool:
+        """Return whether the prompt of a usable row has images."""
+        return bool(row.get("images"))
+
     def unread(self, row: Row) -> list[str]:
         """Return those of BESIDE_COLUMNS that hold something and that nothing reads, of a usable row."""
         return []
@@ -235,8 +240,13 @@ class Examples(RowKind):
         rows = [row for (_, row), reason in zip(placed, reasons, strict=True) if reason is None]
         return shuffled(rows) if self.is_shuffled else rows
 
+    def check_images(self, row: Row) -> None:
+        """Raise ValueError for a row with images that are not shown to the model."""
+        refuse_images(row)
+
     def _checked(self, row: Row) -> str | None:
         refuse_media(row)
+        self.check_images(row)
         return self.problem(row)
 
     def unread(self, row: Row) -> list[str]:
@@ -278,6 +288,20 @@ class Texts(Examples):
 
     def first_example(self, row: Row) -> TextExample:
         return text_examples(row)[-1]
+
+    def check_images(self, row: Row) -> None:
+        """Raise ValueError for a row with images elsewhere than in what is before an answer."""
+        if not row.get("images"):
+            return
+        if self.learns_prompts:
+            raise ValueError(
+                "the row has images, and sft.loss_on=all learns prompts too; images are read, never learnt"
+            )
+        examples = text_examples(row)
+        if any(images_of(example.answer) for example in examples):
+            raise ValueError("an answer to learn has an image, and a model writes text only")
+        if examples and not images_of(examples[-1].prompt):
+            raise ValueError("the row has images, and none of them is before an answer, in `prompt` or messages")
 
     def problem(self, row: Row) -> str | None:
         examples = text_examples(row)
@@ -357,13 +381,22 @@ class Judged(RowKind):
 
 
 def refuse_media(row: Row) -> None:
-    """Raise ValueError for a row with an image, a video or a sound, which nothing shows to the model."""
+    """Raise ValueError for a row with a video or a sound, which nothing shows to the model."""
     for name in MEDIA_COLUMNS:
         if row.get(name) not in (None, "", [], {}):
             raise ValueError(
-                f"the column '{name}' holds {row[name]!r:.60}, and only text is read "
+                f"the column '{name}' holds {row[name]!r:.60}, and only text and images are read "
                 f"(task.columns.unused={name} leaves the column out)"
             )
+
+
+def refuse_images(row: Row) -> None:
+    """Raise ValueError for a row with images, for what learns from text alone."""
+    if row.get("images"):
+        raise ValueError(
+            "the row has images, which are read by `tinyrl train grpo` and `sft` only "
+            "(task.columns.unused=images leaves their column out)"
+        )
 
 
 def _may_hold_more(column: Any) -> bool:

@@ -1,6 +1,7 @@
 """Chat messages in the forms that data has: OpenAI's and TRL's `role` and `content`, ShareGPT's `from` and `value`.
 
 One rule for rows, prompts and requests to serve. Content becomes text: parts of text are joined, null and [] are empty.
+Images have been put in their places before (image_rows.py): IMAGE_MARK in the content, in order those of `images`.
 Arguments of tool calls that are JSON text, as OpenAI writes them, become the object that chat templates expect. Other
 keys (name, reasoning_content) go to the chat template as they are, except for null ones.
 """
@@ -12,14 +13,15 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
+from tinyrl.data.image_rows import TEXT_PARTS
+from tinyrl.data.images import IMAGE_MARK, is_entry
 from tinyrl.data.readers import Row, json_of
 from tinyrl.text import first_line, join_truncated, truncate
 
-Message = dict[str, Any]  # role, content (text), and what else a chat template reads of it
+Message = dict[str, Any]  # role, content (text), images in it, and what else a chat template reads of it
 Prompt = str | list[Message]  # text, or chat messages, as the data has them
 
 NOT_TEXT = "whose `content` is not text"
-TEXT_PARTS = ("text", "input_text", "output_text")
 SHAREGPT_ROLES = {
     "system": "system",
     **dict.fromkeys(("human", "user"), "user"),
@@ -157,7 +159,18 @@ def _message(value: Any, column: str) -> Message:
         kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         other = next((kind for kind in kinds if kind not in (None, *TEXT_PARTS)), None)
         raise refuse(f"with a part of the type {other!r:.30}, and only text is read" if other else NOT_TEXT)
-    return {**message, "content": content}
+    images = message.pop("images", None) or []
+    if not isinstance(images, list) or not all(map(is_entry, images)):
+        raise refuse('with `images`; images are parts of its content, {"type": "image"}')
+    if images and content.count(IMAGE_MARK) != len(images):
+        raise refuse(f"with {len(images)} images, and {content.count(IMAGE_MARK)} places for them")
+    return {**message, "content": content, "images": images} if images else {**message, "content": content}
+
+
+def refuse_images(messages: list[Message], what: str) -> None:
+    """Raise ValueError for messages with images, where nothing can show them. what: what reads the messages."""
+    if any(message.get("images") for message in messages):
+        raise ValueError(f"a message has images, and {what} takes text only")
 
 
 def _tool_call(call: Any) -> Any:

@@ -23,6 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from tinyrl.data.image_rows import with_images
+from tinyrl.data.images import ImageFiles
 from tinyrl.runs.counting import counted
 from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
@@ -38,23 +40,45 @@ _SAVED = ("dataset_info.json", "dataset_dict.json")  # in a folder of save_to_di
 
 
 def placed_rows(
-    source: str, *, columns: dict[str, str] | None = None, revision: str | None = None, most: int | None = None
+    source: str,
+    *,
+    columns: dict[str, str] | None = None,
+    revision: str | None = None,
+    most: int | None = None,
+    fetch_images: bool = False,
 ) -> Placed:
     """Read the first `most` rows (None: all) of a file, a folder of save_to_disk or a hub data set
     "owner/name:config@split" at `revision` (without a split: train), each with its place.
 
     `columns` {new: old} renames, replacing a column `new` that was there; `old` may be a key inside a column, with dots
-    (reward_model.ground_truth). Raises ValueError naming the place.
+    (reward_model.ground_truth). Images are put in their places (image_rows.py); paths of theirs are relative to the
+    file, or to the folder of save_to_disk. Raises ValueError naming the place.
     """
-    read = islice(reader_of(source, revision=revision)(), most)
-    placed = [(place, plain_row(row, place)) for place, row in counted(read, what="rows read")]
+    files = ImageFiles(base=_folder_of(source), fetch=fetch_images)
+    is_csv = Path(source).suffix.lower() == ".csv"
+    placed = Placed()
+    for place, row in counted(islice(reader_of(source, revision=revision)(), most), what="rows read"):
+        named = _renamed(row, columns, place) if columns else row
+        with_chats = _with_chats(named, place) if is_csv else named
+        placed.append((place, row_with_images(with_chats, files, place)))
     if not placed:
         raise ValueError(f"{source} is empty: no rows in it")
-    if columns:
-        placed = [(place, _renamed(row, columns, place)) for place, row in placed]
-    if Path(source).suffix.lower() == ".csv":
-        placed = [(place, plain_row(_with_chats(row, place), place)) for place, row in placed]
     return placed
+
+
+def _folder_of(source: str) -> Path:
+    """Return the folder that relative paths in rows belong to: of the file, or the data set's own."""
+    path = Path(os.path.expanduser(source))
+    return path if os.path.isdir(path) else path.parent
+
+
+def row_with_images(row: Mapping[str, Any], files: ImageFiles, place: str) -> Row:
+    """Return a row of JSON's values, with its images in their places. Raises ValueError naming the place."""
+    try:
+        with_files = with_images(dict(row), files)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+    return plain_row(with_files, place)
 
 
 def _with_chats(row: Row, place: str) -> Row:
@@ -124,7 +148,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, uuid.UUID | os.PathLike):
         return str(value)
     if isinstance(value, bytes | bytearray | memoryview):
-        raise ValueError("holds bytes (an image, or a file?), and only text and numbers are read; leave it out")
+        raise ValueError("holds bytes, which are read of images alone (in a column `images`, or a part of a message)")
     if hasattr(value, "tolist"):  # of numpy and torch
         return _plain(value.tolist())
     raise ValueError(f"holds a {type(value).__name__}, and only what JSON has is read: text, numbers, lists, objects")
@@ -274,6 +298,12 @@ def _read_csv(source: str) -> Iterator[tuple[str, Row]]:
 # ---- tables, read by pyarrow and `datasets` (imported where needed: they take seconds) ----
 
 
+def _batch_size(schema: Any) -> int:
+    """Return how many rows of a table are read at once: few where they hold files."""
+    has_files = any("binary" in str(column.type) for column in schema)
+    return 16 if has_files else 1024
+
+
 def _table_rows(source: str, batches: Any) -> Iterator[tuple[str, Row]]:
     rows = (row for batch in batches for row in batch.to_pylist())
     yield from ((f"{source} row {number}", row) for number, row in enumerate(rows, start=1))
@@ -284,7 +314,7 @@ def _read_parquet(source: str) -> Iterator[tuple[str, Row]]:
 
     try:
         with pyarrow.parquet.ParquetFile(source) as file:
-            yield from _table_rows(source, file.iter_batches(1024))
+            yield from _table_rows(source, file.iter_batches(_batch_size(file.schema_arrow)))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{source}: not a parquet file that can be read: {first_line(error)}") from error
 
@@ -303,7 +333,8 @@ def _read_dataset(source: str, revision: str | None = None) -> Iterator[tuple[st
             assert match
             split = match["split"] or "train"
             data = datasets.load_dataset(match["id"], match["config"], split=split, revision=revision)
-        yield from _table_rows(source, data.with_format("arrow").iter(1024))
+        table = data.with_format("arrow")
+        yield from _table_rows(source, table.iter(_batch_size(table.features.arrow_schema)))
     except (DatasetsError, OSError, KeyError, ValueError) as error:
         hint = "a hub name is owner/name:config@split; or give task.data=FILE.jsonl"
         raise ValueError(f"{source} cannot be read: {first_line(error)}; {hint}") from error

@@ -13,6 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from tinyrl.data.images import without_paths
 from tinyrl.data.messages import as_messages, messages_of
 from tinyrl.data.readers import Row, placed_rows
 
@@ -53,10 +54,15 @@ def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
 
 
 def fingerprint(rows: list[Row]) -> str:
-    """Return the SHA-256 of the rows as canonical JSON: a resumed run checks that its data did not change."""
+    """Return the SHA-256 of the rows as canonical JSON: a resumed run checks that its data did not change. Of an image
+    the hash counts, and not where its file is.
+    """
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(CANONICAL.encode(row).encode() + b"\n")
+        text = CANONICAL.encode(row)
+        if '"sha256":' in text:  # of an image, as a rule
+            text = CANONICAL.encode(without_paths(row))
+        digest.update(text.encode() + b"\n")
     return digest.hexdigest()
 
 

@@ -67,7 +67,7 @@ def goes_on(prompt: Prompt | None, answer: Side) -> bool:
 
 def rest_of(message: Message) -> str:
     """Return the text with which a message goes on with a begun one. Raises ValueError for one that holds more."""
-    more = [f"`{name}`" for name in NOT_CONTENT if message.get(name)]
+    more = [f"`{name}`" for name in (*NOT_CONTENT, "images") if message.get(name)]
     if more:
         raise ValueError(
             f"the prompt ends with the beginning of an answer, and the message that goes on with it holds {more[0]}; "

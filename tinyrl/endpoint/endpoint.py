@@ -43,7 +43,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from tinyrl.data.messages import messages_of, tools_of
+from tinyrl.data.messages import messages_of, refuse_images, tools_of
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.answer_writer import AnswerWriter
 from tinyrl.endpoint.completions import ChatCompletions, TextCompletions
@@ -261,6 +261,7 @@ class Endpoint:
                 raise ValueError(f"chat_template_kwargs: {truncate(name)} is the server's own, not a client's")
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
         messages = messages_of(body.messages, "messages")
+        refuse_images(messages, "this endpoint")
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
         answer.given = ClientInput(messages, variables)
         answer.text = open_thinking(self.tokenizer, rendered.opened)  # the client has the message that it began itself

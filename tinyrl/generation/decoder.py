@@ -33,8 +33,8 @@ from transformers.pytorch_utils import Conv1D
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import dense_weight, lora_matrices, lora_rank, merged_weight
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.norms import apply_rope
-from tinyrl.models.policy import weight_bytes
 from tinyrl.models.states import backbone_of
 
 RANK_MULTIPLE = 8  # rows of a bfloat16 matrix then start at 16 bytes, as fast kernels want
@@ -265,6 +265,8 @@ class Decoder:
 
     knows_causal: whether the device's attention has a causal kernel for fewer queries than keys, which needs no mask.
     """
+
+    extends_images = True  # models with images have other decoders
 
     def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout) -> None:
         self.model = model

@@ -73,7 +73,7 @@ class CachedEngine(SamplingEngine):
 
     def _decoder_of(self, model: PreTrainedModel) -> AnyDecoder:
         if self.name == "hf":
-            return LibraryDecoder(model, dtype=self.policy.dtype, layout=self.layout)
+            return LibraryDecoder(model, dtype=self.policy.dtype, layout=self.layout, images=self.policy.images)
         assert self.layout is not None
         return Decoder(model, dtype=self.policy.dtype, layout=self.layout)
 
@@ -287,7 +287,7 @@ def try_engine(make: Callable[[], CachedEngine], *, tried: int) -> EngineTrial:
     try:
         engine = make()
         with engine.synced("policy") as decoder:
-            if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried):
+            if decodes_exactly(backbone_of(decoder.model), decoder, longest=tried, images=engine.policy.images):
                 return EngineTrial(engine, agrees=True, why="it matches the model's own forward pass")
         return EngineTrial(engine, agrees=False, why=OTHER_NUMBERS)
     except torch.OutOfMemoryError:
@@ -324,7 +324,7 @@ def fused_layout(policy: Policy, longest: int) -> WeightLayout:
         raise DoesNotFit(f"{name} is not built like Llama")
     if isinstance(backbone.embed_tokens, LoraLayer):
         raise DoesNotFit("the adapter is on the embedding, too")
-    if not all(map(is_plain_lora, policy.adapted_layers(POLICY_ADAPTER))):
+    if not all(map(is_plain_lora, policy.adapters.layers(POLICY_ADAPTER))):
         raise DoesNotFit("the adapter is more than W + B A (DoRA, or with a bias)")
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -356,7 +356,7 @@ def library_layout(policy: Policy) -> WeightLayout | None:
     dtype = policy.dtype
     quantized = bool(getattr(policy.causal, "is_quantized", False))
     merges = dtype == torch.float32 and not quantized
-    layers: list[Any] = [*policy.adapted_layers(POLICY_ADAPTER)]
+    layers: list[Any] = [*policy.adapters.layers(POLICY_ADAPTER)]
     adapted = [layer.get_base_layer().weight for layer in layers if own_weights(layer, dtype=dtype)]
     trained = [w for w in policy.causal.parameters() if w.dtype == torch.float32 and dtype != torch.float32]
     copied = adapted if merges or quantized else trained

@@ -202,12 +202,23 @@ class LibraryCache(Cache):
     """`rows` rows of `width` tokens, shaped like the layers of `like`; keys and values are kept in `dtype`.
 
     can_truncate: whether a row can be cut to its first tokens. States are of all tokens of a row: such a row is
-    continued whole or not at all.
+    continued whole or not at all. shift (rows,): of a later token's position from its number in the row, which images
+    in front of it make; None where rows have no images.
     """
 
-    def __init__(self, like: Cache, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        like: Cache,
+        rows: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_images: bool = False,
+    ) -> None:
         self.width = width
         self.can_truncate = not has_states(like)
+        self.shift = torch.zeros(rows, dtype=torch.long, device=device) if has_images else None
         self.current = ForwardPass(PrefillPass([]))
         shape: dict[str, Any] = {"rows": rows, "width": width, "dtype": dtype, "device": device}
         layers: list[Any] = [
@@ -245,6 +256,8 @@ class LibraryCache(Cache):
 
     def _of_rows(self, tokens: int) -> Iterator[Tensor]:
         """Yield views (rows, ...) of all that belongs to rows of this many tokens."""
+        if self.shift is not None:
+            yield self.shift
         for layer in self.layers:
             if isinstance(layer, LayerCache):
                 if layer.keys is not None:

@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
 from transformers.pytorch_utils import Conv1D
 
+from tinyrl.data.images import is_image_id
 from tinyrl.generation.decoder import Projection, WeightLayout, join_linear, merged_projection, renewed, tensors
 from tinyrl.generation.library_cache import (
     KNOWN_LAYERS,
@@ -36,10 +37,12 @@ from tinyrl.generation.library_cache import (
     has_states,
     row_bytes,
 )
+from tinyrl.models.batch import by_axis
 from tinyrl.models.device import HALVES, to_device
+from tinyrl.models.image_inputs import ImageInputs, ImagePass
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import is_plain_lora
-from tinyrl.models.policy import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.reward_model import positions_of
 from tinyrl.models.states import backbone_of
 
@@ -142,16 +145,38 @@ def windows_of(config: Any) -> dict[str, Window]:
 # ---- the decoder ----
 
 
+@dataclass(frozen=True)
+class TokensRead:
+    """What a forward pass reads of tokens (R, L): ids, positions (R, L) or (3, R, L), and images if there are any.
+
+    shift (R,): of the position of a row's next token from its number in the row; None where rows have no images.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    shift: Tensor | None
+    images: ImagePass | None
+
+
 class LibraryDecoder:
     """Hidden states of new tokens by the library's modules, which compute in `dtype` as in training passes.
 
+    images: of a model that reads them. extends_images: whether tokens behind those in the cache may be of an image.
     layout: of replaced layers' weights (decoder.py); None: all modules are the model's own, whose acting adapter
     counts, and trained weights are cast at every use. adapts: whether modules of the model's own have adapters, so that
     the role has to act during the forward pass.
     """
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype, layout: WeightLayout | None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype,
+        layout: WeightLayout | None,
+        images: ImageInputs | None = None,
+    ) -> None:
         self.model = model
+        self.images = images
         self.dtype = dtype
         self.layout: WeightLayout | None = layout
         self.half = dtype in HALVES
@@ -165,6 +190,7 @@ class LibraryDecoder:
         self.like = self._library_cache(backbone)
         self.has_states = has_states(self.like)
         self.windows = windows_of(config)
+        self.extends_images = images is None or not (images.sees_ahead or self.has_states)
         self.release()
 
     def _replacement(self, layer: nn.Module) -> SampledLinear | None:
@@ -245,7 +271,8 @@ class LibraryDecoder:
     # ---- forward passes ----
 
     def new_cache(self, rows: int, width: int) -> LibraryCache:
-        return LibraryCache(self.like, rows, width, dtype=self.dtype, device=self.device)
+        kept: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+        return LibraryCache(self.like, rows, width, **kept, has_images=self.images is not None)
 
     def prefill(
         self,
@@ -254,12 +281,9 @@ class LibraryDecoder:
         *,
         cache: LibraryCache,
         rows: list[range],
-        inputs: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Prefill prompts ids (P, L), padded on the right: keys, values and states of prompt p go into each of rows[p]
         of the cache. Returns the hidden state of each prompt's last token, (P, H).
-
-        inputs: what the model's forward pass reads besides tokens (pictures), by name.
         """
         counts = lengths.tolist()
         longest = ids.shape[1]
@@ -273,7 +297,15 @@ class LibraryDecoder:
         places = zip(rows, first.tolist(), counts, strict=True)
         spans = [Span(slice(row.start, row.stop), start, count) for row, start, count in places]
         cache.begin(PrefillPass(spans))
-        states = self._forward(ids.gather(1, positions), mask, positions, cache, inputs)
+        given = self._unpadded(ids, counts)
+        ids = ids.gather(1, positions)
+        if self.images is not None and mask is not None:
+            ids = ids.where(mask.bool(), 0)  # padding is of no image
+        read = self._read(given, ids, positions, first=first.tolist())
+        if cache.shift is not None and read.shift is not None:
+            for span, shift in zip(rows, read.shift, strict=True):
+                cache.shift[span.start : span.stop] = shift
+        states = self._forward(read, mask, cache)
         return states[torch.arange(len(ids), device=ids.device), first + lengths - 1]
 
     def extend(
@@ -322,7 +354,12 @@ class LibraryDecoder:
         first = rows[0]
         adjacent = [*rows] == [*range(first, first + len(rows))]
         where = slice(first, first + len(rows)) if adjacent else to_device(torch.tensor([*rows]), self.device)
-        states = self._continue(ids, positions, Continuation(where, columns, width), cache)
+        shift = None if cache.shift is None else cache.shift[where]
+        read = self._read(self._unpadded(ids, lengths.tolist()), ids, positions, shift=shift)
+        if cache.shift is not None and read.shift is not None:
+            cache.shift[where] = read.shift
+        masks = self._masks(positions, width, by_kind=self.takes_masks_by_kind)
+        states = self._behind(read, masks, Continuation(where, columns, width), cache)
         return states[torch.arange(len(ids), device=ids.device), lengths - 1]
 
     def step(self, token: Tensor, position: Tensor, *, cache: LibraryCache, width: int) -> Tensor:
@@ -330,18 +367,50 @@ class LibraryDecoder:
         (R,), where what the layers keep of it goes. It is below `width` in every row whose state counts.
         """
         at = position.unsqueeze(1)
-        batch = Continuation(slice(0, len(token)), at, width)
-        return self._continue(token.unsqueeze(1), at, batch, cache)[:, -1]
+        shift = None if cache.shift is None else cache.shift[: len(token)]
+        read = self._read([], token.unsqueeze(1), at, shift=shift)
+        masks = self._masks(at, width, by_kind=self.takes_masks_by_kind)
+        return self._behind(read, masks, Continuation(slice(0, len(token)), at, width), cache)[:, -1]
 
-    def _continue(self, ids: Tensor, positions: Tensor, batch: Continuation, cache: LibraryCache) -> Tensor:
-        masks = self._masks(positions, batch.width, by_kind=self.takes_masks_by_kind)
-        return self._behind(ids, masks, positions, batch, cache)
-
-    def _behind(self, ids: Tensor, masks: Any, positions: Tensor, batch: Continuation, cache: LibraryCache) -> Tensor:
+    def _behind(self, read: TokensRead, masks: Any, batch: Continuation, cache: LibraryCache) -> Tensor:
         cache.begin(batch)
-        states = self._forward(ids, masks, positions, cache)
+        states = self._forward(read, masks, cache)
         cache.end()
         return states
+
+    def _unpadded(self, ids: Tensor, counts: list[int]) -> list[list[int]]:
+        """Return the tokens of rows that are padded on the right, where images are looked for in them."""
+        if self.images is None:
+            return []
+        return [row[:count] for row, count in zip(ids.tolist(), counts, strict=True)]
+
+    def _read(
+        self,
+        rows: list[list[int]],
+        ids: Tensor,
+        numbers: Tensor,
+        *,
+        first: list[int] | None = None,
+        shift: Tensor | None = None,
+    ) -> TokensRead:
+        """Return what the model reads of tokens ids (R, L) that are `numbers` (R, L) in their rows. rows: the same
+        tokens, of each row from column `first` (None: 0) on, if there may be images; shift (R,): of the rows so far.
+        """
+        if self.images is None:
+            return TokensRead(ids, numbers, None, None)
+        shift = torch.zeros(len(ids), dtype=torch.long, device=self.device) if shift is None else shift
+        positions = (numbers + shift.unsqueeze(1)).expand(self.images.axes, *numbers.shape)
+        with_images = [row for row, tokens in enumerate(rows) if any(map(is_image_id, tokens))]
+        if with_images:
+            positions = positions.clone()
+            shift = shift.clone()
+        for row in with_images:
+            own = self.images.positions(rows[row])
+            column = 0 if first is None else first[row]
+            begins = numbers[row, column] + shift[row]
+            positions[:, row, column : column + len(rows[row])] = to_device(own.prompt, self.device) + begins
+            shift[row] += own.shift
+        return TokensRead(self.images.plain(ids), by_axis(positions), shift, self.images.of_pass(rows, ids))
 
     def _masks(self, positions: Tensor, width: int, *, by_kind: bool) -> Any:
         """Return the additive mask (R, 1, L, width) of tokens at positions (R, L): of each kind of layer, or the one
@@ -368,10 +437,10 @@ class LibraryDecoder:
         for by_kind in (True, False):
             cache = self.new_cache(1, 4)
             cache.begin(PrefillPass([Span(slice(0, 1), first=0, count=1)]))
-            self._forward(at, None, at - 1, cache)
+            self._forward(self._read([], at, at - 1), None, cache)
             batch = Continuation(slice(0, 1), at, 3)
             try:
-                self._behind(at, self._masks(at, 3, by_kind=by_kind), at, batch, cache)
+                self._behind(self._read([], at, at), self._masks(at, 3, by_kind=by_kind), batch, cache)
             except torch.OutOfMemoryError:
                 raise
             except REFUSED_MASKS:
@@ -379,24 +448,19 @@ class LibraryDecoder:
             return by_kind
         raise ValueError("its forward pass takes no masks of rows that are at different positions")
 
-    def _forward(
-        self,
-        ids: Tensor,
-        mask: Any,
-        positions: Tensor,
-        cache: LibraryCache,
-        inputs: dict[str, Tensor] | None = None,
-    ) -> Tensor:
+    def _forward(self, read: TokensRead, mask: Any, cache: LibraryCache) -> Tensor:
         """Return the hidden states (R, L, H) of tokens."""
         # A row that has ended is decoded on beside the others; learned positions have a last one.
-        positions = positions.clamp(max=self.last_position)
+        positions = read.positions.clamp(max=self.last_position)
         with self._autocast():
-            output = self.backbone(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                **(inputs or {}),
-            )
+            options: dict[str, Any] = {
+                "attention_mask": mask,
+                "position_ids": positions,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
+            if read.images is None:
+                output = self.backbone(input_ids=read.ids, **options)
+            else:
+                output = read.images.run(self.backbone, read.ids, **options)
         return output.last_hidden_state.to(self.dtype)

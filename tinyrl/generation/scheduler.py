@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.data.images import is_image_id
 from tinyrl.generation.engine import (
     SampledRole,
     SamplingEngine,
@@ -65,10 +66,13 @@ class RowsCache(Protocol):
 
 
 class CachedDecoder(Protocol):
-    """What a scheduler needs of a decoder (decoder.py, library_decoder.py)."""
+    """What a scheduler needs of a decoder (decoder.py, library_decoder.py). extends_images: whether tokens behind those
+    in the cache may be of an image.
+    """
 
     device: torch.device
     head: Head
+    extends_images: bool
 
     @property
     def side_stream(self) -> Any: ...  # a torch.cuda.Stream, made at its first use
@@ -314,11 +318,16 @@ class Scheduler:
         known = [common_length([row.tokens, prompt[:-1]]) for row in free]
         if not self.cache.can_truncate:
             known = [count if count == len(row.tokens) else 0 for row, count in zip(free, known, strict=True)]
+        known = [count if self._continues(prompt, count) else 0 for count in known]
         best = max(range(len(free)), key=known.__getitem__, default=-1)
         if best < 0 or known[best] < max(LEAST_START, len(free[best].tokens) / 2):
             return None
         del free[best].tokens[known[best] :]
         return free[best]
+
+    def _continues(self, prompt: list[int], count: int) -> bool:
+        """Return whether a prompt may be continued behind its first `count` tokens, which are in the cache."""
+        return self.decoder.extends_images or not any(map(is_image_id, prompt[count:]))
 
     def _prefill(self, prompts: list[list[int]], rows: list[range]) -> Tensor:
         """Prefill each prompt into its rows and return the hidden state of each last token. A start common to all of
@@ -326,7 +335,7 @@ class Scheduler:
         """
         lengths = to_device(torch.tensor([len(p) for p in prompts]), self.device)
         start = shared_start(prompts) if len(prompts) > 1 else 0
-        if not start:
+        if not start or not all(self._continues(prompt, start) for prompt in prompts):
             return self.decoder.prefill(self._padded(prompts), lengths, cache=self.cache, rows=rows)
         everyone = range(rows[0].start, rows[-1].stop)
         behind = lengths.new_full((1,), start)

@@ -181,10 +181,10 @@ class ServerEngine(SamplingEngine):
         self, policy: Policy, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig, *, longest: int
     ) -> None:
         super().__init__(policy, tokenizer, settings)
-        assert policy.peft is not None, "the configuration asks for LoRA"
+        assert policy.adapters.peft is not None, "the configuration asks for LoRA"
         assert settings.url is not None, "the configuration has checked it"
         self.server = ServerClient(settings.url)
-        self.peft = policy.peft
+        self.peft = policy.adapters.peft
         self.longest = longest
         self.served: dict[str | None, str] = {}
         self.checked: dict[str | None, dict[str, Tensor]] = {}
@@ -269,7 +269,7 @@ class ServerEngine(SamplingEngine):
         adapter = self.policy.adapter_of(role)
         gap = 0.0
         prompts = prompts[:PROBED_PROMPTS]
-        weights = {} if adapter is None else self.policy.adapter_parameters(adapter)
+        weights = {} if adapter is None else self.policy.adapters.parameters(adapter)
         known = self.checked.get(adapter)
         # Numbers are compared, since not every optimizer marks the tensors it has written to.
         if known is not None and all(torch.equal(weights[n].detach().cpu(), before) for n, before in known.items()):

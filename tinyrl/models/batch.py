@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from tinyrl.data.images import is_image_id
 from tinyrl.models.device import to_device
-from tinyrl.models.packing import Packing, pack, shared_start
+from tinyrl.models.packing import Packing, attending, pack, shared_start
+
+if TYPE_CHECKING:
+    from tinyrl.models.image_inputs import ImageInputs, ImagePass
 
 Tokens = Literal["loss", "rewarded", "all"]  # which of the chosen tokens: in the loss, of rewarded samples, or all
 
@@ -66,14 +70,66 @@ class Example(NamedTuple):
 
 
 @dataclass(frozen=True)
+class RowPositions:
+    """Positions (axes, n) of the n tokens of a prompt. Token i >= n of its row is at i + shift on every axis; text has
+    one axis and no shift.
+    """
+
+    prompt: Tensor
+    shift: int
+
+    def behind(self, count: int) -> Tensor:
+        """Return the positions (axes, count) of the first tokens of a response without images."""
+        axes, length = self.prompt.shape
+        return torch.arange(length + self.shift, length + self.shift + count).expand(axes, -1)
+
+
+def positions_of(prompt: list[int], images: ImageInputs | None) -> RowPositions:
+    """Return the positions of a prompt for a model that reads images; None: of text."""
+    if images is None:
+        return RowPositions(torch.arange(len(prompt)).unsqueeze(0), shift=0)
+    return images.positions(prompt)
+
+
+def behind(own: RowPositions, prompt: list[int], response: list[int], images: ImageInputs | None) -> Tensor:
+    """Return the positions (axes, n) of a response's tokens behind a prompt with positions `own`; it may hold images,
+    where the turns of a conversation are learnt in one pass.
+    """
+    if images is None or not any(map(is_image_id, response)):
+        return own.behind(len(response))
+    return images.positions(prompt + response).prompt[:, len(prompt) :]
+
+
+def _padded_positions(
+    prompts: list[list[int]], responses: list[list[int]], images: ImageInputs, *, width: int
+) -> Tensor:
+    """Return the positions (axes, b, width) of rows padded on the right, 0 where nothing is."""
+    known = dict[tuple[int, ...], RowPositions]()
+    rows = list[Tensor]()
+    for prompt, response in zip(prompts, responses, strict=True):
+        key = tuple(prompt)
+        if key not in known:
+            known[key] = images.positions(prompt)
+        row = torch.cat([known[key].prompt, behind(known[key], prompt, response, images)], 1)
+        rows.append(torch.nn.functional.pad(row, (0, width - row.shape[1])))
+    return torch.stack(rows, 1)
+
+
+def by_axis(positions: Tensor) -> Tensor:
+    """Return positions (axes, b, L) as models read them, which is (b, L) for one axis."""
+    return positions[0] if len(positions) == 1 else positions
+
+
+@dataclass(frozen=True)
 class Batch:
     """b rows of prompt + response, ready for a model, and the map from response token to position.
 
-    input_ids, attention_mask, position_ids (b, L), or (1, L) where packed; N response tokens (all that exist, or those
-    of a mask) are listed row by row: `row` and `column` (N,) say where a flat value belongs in a (b, T) tensor,
-    `state_index` (N,) which of the positions predicts it, `targets` (N,) its id. `last_index` (b,) is the position of
-    each row's last token, None where the input leaves it out. `items` are what the rows were made of, all first
-    responses before all second ones; `rows` are their places among the items of the pass.
+    input_ids, attention_mask, position_ids (b, L), or (1, L) where packed; position_ids of several axes are (3, b, L).
+    N response tokens (all that exist, or those of a mask) are listed row by row: `row` and `column` (N,) say where a
+    flat value belongs in a (b, T) tensor, `state_index` (N,) which of the positions predicts it, `targets` (N,) its id.
+    `last_index` (b,) is the position of each row's last token, None where the input leaves it out. `items` are what the
+    rows were made of, all first responses before all second ones; `rows` are their places among the items of the pass.
+    `images` are those of the rows (image_inputs.py); None: there are none.
     """
 
     input_ids: Tensor
@@ -89,6 +145,7 @@ class Batch:
     packing: Packing | None = None
     items: Sequence[Any] = ()
     rows: Sequence[int] = ()
+    images: ImagePass | None = None
 
     def to_rows(self, flat: Tensor) -> Tensor:
         """Lay flat (N,) out as (b, T) with 0 where no token is listed; differentiable."""
@@ -122,11 +179,12 @@ def batch_of(
     last_tokens: bool = False,
     rows: Sequence[int] | None = None,
     varlen: bool = False,
+    images: ImageInputs | None = None,
 ) -> Batch:
     """Lay items out as a batch, all first responses before all second ones. A response may be empty; a prompt may not.
     rows: places of the items in their pass (None: they are all of it).
     `tokens` are listed, the others only input. A row's last token predicts nothing: packed, it is left out without
-    `last_tokens`. varlen: packed rows attend in one call (packing.py).
+    `last_tokens`. varlen: packed rows attend in one call (packing.py). images: of a model that reads them.
     """
     masks = [item.listed(tokens) for item in items]
     sides = range(len(items[0].responses))
@@ -136,7 +194,7 @@ def batch_of(
     assert all(prompts), "a row needs at least one prompt token to predict from"
     assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
     if packed:
-        laid_out = _packed(prompts, responses, listed, last_tokens, device, varlen)
+        laid_out = _packed(prompts, responses, listed, last_tokens, device, varlen, images)
         ids = laid_out.ids
         positions = laid_out.positions
         state_index = laid_out.state_index
@@ -149,8 +207,15 @@ def batch_of(
         width = ids.shape[1]
         packing = None
         positions = torch.arange(width).expand(len(texts), width)
+        if images is not None:
+            positions = by_axis(_padded_positions(prompts, responses, images, width=width))
         state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
         ends = [i * width + len(text) - 1 for i, text in enumerate(texts)]
+    image_pass: ImagePass | None = None
+    if images is not None:
+        rows_read = ids.tolist() if packed else [p + r for p, r in zip(prompts, responses, strict=True)]
+        image_pass = images.of_pass(rows_read, ids)
+        ids = images.plain(ids)
     targets = [response[t] for response, columns in zip(responses, listed, strict=True) for t in columns]
     row = [i for i, columns in enumerate(listed) for _ in columns]
 
@@ -171,6 +236,7 @@ def batch_of(
         packing=packing,
         items=items,
         rows=range(len(items)) if rows is None else rows,
+        images=image_pass,
     )
 
 
@@ -194,6 +260,7 @@ def _packed(
     last_tokens: bool,
     device: torch.device | str,
     varlen: bool,
+    images: ImageInputs | None,
 ) -> PackedRows:
     """Lay rows end to end; equal prompts are one, and different ones share what they begin with."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -201,26 +268,44 @@ def _packed(
         groups.setdefault(tuple(prompt), []).append(row)
     start = shared_start(groups) if len(groups) > 1 else 0
     ids: list[int] = prompts[0][:start]
-    positions: list[int] = list(range(start))
+    positions = [positions_of(prompts[0], images).prompt[:, :start]]
     before: list[list[int]] = [[] for _ in prompts]  # of each row: the positions before each of its tokens
     ends = [0] * len(prompts)
     shape: list[tuple[int, list[int]]] = []
     for prompt, rows in groups.items():
+        own = positions_of([*prompt], images)
         ids += prompt[start:]
-        positions += range(start, len(prompt))
+        positions.append(own.prompt[:, start:])
         root = len(ids) - 1
         kept = [responses[row] if last_tokens else responses[row][:-1] for row in rows]
         for row, tokens in zip(rows, kept, strict=True):
             last = len(ids) - 1
             before[row] = [last + t if t else root for t in listed[row]]
             ids += tokens
-            positions += range(len(prompt), len(prompt) + len(tokens))
+            positions.append(behind(own, [*prompt], tokens, images))
             ends[row] = len(ids) - 1 if tokens else root
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
     return PackedRows(
         ids=torch.tensor([ids]),
-        positions=torch.tensor([positions]),
+        positions=by_axis(torch.cat(positions, 1).unsqueeze(1)),
         state_index=list(chain(*before)),
         ends=ends,
         packing=pack(shape, start=start, device=device, varlen=varlen),
     )
+
+
+def library_states(backbone: nn.Module, batch: Batch) -> Tensor:
+    """Compute the hidden states of every position by the library's modules, flat (b * L, H): what models without our
+    layers train with, and what our layers are compared with.
+    """
+    options: dict[str, Any] = {
+        "attention_mask": batch.attention_mask,
+        "position_ids": batch.position_ids,
+        "use_cache": False,
+    }
+    with attending(backbone, batch.packing):
+        if batch.images is None:
+            output = backbone(input_ids=batch.input_ids, **options)
+        else:
+            output = batch.images.run(backbone, batch.input_ids, **options)
+    return output.last_hidden_state.flatten(0, 1)

@@ -26,6 +26,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.models.checks import few_tokens
 from tinyrl.models.device import Device
+from tinyrl.models.image_inputs import ImageExpander, ImageInputs
 from tinyrl.models.loading import (
     NoHead,
     check_vocabulary,
@@ -46,7 +47,9 @@ from tinyrl.models.lora import (
     read_lora_config,
     wrap_in_lora,
 )
-from tinyrl.models.policy import MODEL, VALUE_HEAD, Policy, load_weights
+from tinyrl.models.policy import Policy
+from tinyrl.models.policy_files import MODEL, VALUE_HEAD, load_weights, restore_policy
+from tinyrl.models.processors import load_processor
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
@@ -82,6 +85,8 @@ def build_policy(
         adapter = _fresh_adapter(config, dropout=config.lora.dropout)
         model = wrap_in_lora(model, on_language_model(adapter, model) if with_images else adapter)
     policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
+    if with_images:
+        policy.images = image_inputs(policy, config)
     if config.model.adapter is not None and config.has_reference:
         policy.freeze_reference_adapter()
     if config.uses("critic"):
@@ -91,6 +96,20 @@ def build_policy(
     if config.model.gradient_checkpointing:
         policy.check_gradient_checkpointing()
     return policy
+
+
+def image_inputs(policy: Policy, config: Config) -> ImageInputs:
+    """Load what turns the images of prompts into inputs of the policy. Raises ValueError without a processor."""
+    tokenizer = policy.tokenizer
+    assert isinstance(tokenizer.eos_token_id, int)
+    expander = ImageExpander(
+        load_processor(config.model.path, tokenizer=tokenizer, revision=config.model.revision),
+        tokenizer,
+        placeholder=policy.causal.config.image_token_id,
+        max_pixels=config.task.max_pixels,
+    )
+    cache_bytes = int(config.model.image_cache_gb * 1e9)
+    return ImageInputs(policy.backbone("policy"), expander, cache_bytes=cache_bytes, unread=tokenizer.eos_token_id)
 
 
 def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -113,12 +132,12 @@ def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
 
 def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str) -> None:
     """Put a frozen adapter on the policy's base. Raises ValueError where it does not fit."""
-    if policy.peft is None:
+    if policy.adapters.peft is None:
         raise ValueError(f"{setting} is an adapter: it needs lora.enabled=true, on its own base")
     config = read_lora_config(str(folder), policy.causal)
     with reading(f"{setting}: {ADAPTER_CONFIG} does not fit this base model"):
-        policy.add_adapter(name, config=config)
-    load_adapter_weights(policy.peft, name, folder / ADAPTER_FILE)
+        policy.adapters.add(name, config=config)
+    load_adapter_weights(policy.adapters.peft, name, folder / ADAPTER_FILE)
     policy.keep_trainable()
 
 
@@ -238,13 +257,13 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     if run is None:
         return
     if not run.trains.policy:  # a reward model of adapters
-        assert policy.peft is not None
-        load_adapter_weights(policy.peft, "critic", folder / ADAPTER_FILE)
+        assert policy.adapters.peft is not None
+        load_adapter_weights(policy.adapters.peft, "critic", folder / ADAPTER_FILE)
         load_weights(head, folder / SCORE_HEAD)
     elif isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
         load_weights(head, folder / VALUE_HEAD)  # the backbone was loaded before it got adapters
     else:
-        policy.load(folder, only="critic")
+        restore_policy(policy, folder, only="critic")
 
 
 def _separate_model(config: Config, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -20,18 +20,20 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import DynamicCache, PreTrainedModel
 
-from tinyrl.models.batch import Batch, batch_of, examples
+from tinyrl.data.images import is_image_id
+from tinyrl.models.batch import Batch, Example, batch_of, examples, library_states
 from tinyrl.models.device import HALVES, autocast_dtype
 from tinyrl.models.layers import can_run_now, fused_states, has_known_parts, recomputes
-from tinyrl.models.library_states import library_states
 from tinyrl.models.loading import embedding_rows, reading
 from tinyrl.models.packing import CannotPack
 
 if TYPE_CHECKING:
+    from tinyrl.models.image_inputs import ImageInputs
     from tinyrl.models.logprobs import Head
     from tinyrl.models.policy import Policy
 
 MOST_IN_FLOAT32 = 1e-4  # nats, or relative error of a state, between two computations in float32
+SAME_IN_HALF = 0.02  # relative error of a state between two computations that round in half precision alike
 TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of the library's modules
 SMALL = 1e-3  # share of the largest norm: the least norm that an error is relative to
 COMPARED_LAYERS = 2  # whose derivatives are compared
@@ -136,6 +138,27 @@ def check_head(model: PreTrainedModel, head: Head, backbone: nn.Module) -> None:
 # ---- packed rows and our layers ----
 
 
+def _with_image(images: ImageInputs, vocabulary: int) -> list[int]:
+    """Return ordinary tokens around those of an image."""
+    first = next(iter(images.expander.images.values()))
+    return [*ordinary_ids(vocabulary, 3), *images.expander.tokens_of(first), *ordinary_ids(vocabulary, 24, start=3)]
+
+
+def check_images(images: ImageInputs, backbone: Any) -> None:
+    """Raise ValueError unless states behind an image are the library's, which runs the tower in every pass."""
+    tokens = _with_image(images, embedding_rows(backbone))
+    batch = batch_of(examples([tokens], [[]]), device=images.device, images=images)
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        ours = library_states(backbone, batch).float()
+        theirs = images.library_states(tokens).float()
+    error = float(((ours - theirs).norm(dim=1) / theirs.norm(dim=1)).mean())  # both computed in the model's dtype
+    if not error <= (SAME_IN_HALF if backbone.dtype in HALVES else MOST_IN_FLOAT32):
+        kind = type(backbone).__name__
+        raise ValueError(
+            f"{kind} reads image features otherwise than tinyrl gives them: states differ by {error:.2g} of their norm"
+        )
+
+
 def _few_rows(backbone: Any) -> tuple[Batch, list[list[int]]]:
     """Pack four rows: a prompt with three responses and another with one; return them one by one as well."""
     ids = ordinary_ids(backbone.config.get_text_config().vocab_size, 14)
@@ -151,7 +174,7 @@ def packs_exactly(backbone: Any) -> bool:
     """Return whether the library's states of a few packed tokens are those of the rows one by one. False for eager
     attention, and for attention windows, which are longer than the few tokens.
     """
-    config = backbone.config
+    config = backbone.config.get_text_config(decoder=True)
     windows = any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ())
     if windows or not getattr(backbone, "_supports_attention_backend", False) or config._attn_implementation == "eager":
         return False
@@ -166,6 +189,26 @@ def packs_exactly(backbone: Any) -> bool:
 
     try:
         return _alike([library_states(backbone, batch)], one_by_one, backbone)
+    except CannotPack:
+        return False
+
+
+@torch.no_grad()
+def packs_images_exactly(backbone: Any, images: ImageInputs) -> bool:
+    """Return whether the states of packed rows behind a prompt with an image are those of the rows one by one."""
+    tokens = _with_image(images, embedding_rows(backbone))
+    ids = ordinary_ids(embedding_rows(backbone), 12, start=50)
+    items = examples([tokens, tokens, tokens[1:]], [ids[:4], ids[4:9], ids[9:]])
+
+    def states_of(items: list[Example], *, packed: bool) -> Tensor:
+        batch = batch_of(items, packed=packed, device=images.device, images=images)
+        return library_states(backbone, batch)[batch.state_index]
+
+    def one_by_one() -> list[Tensor]:
+        return [torch.cat([states_of([item], packed=False) for item in items])]
+
+    try:
+        return _alike([states_of(items, packed=True)], one_by_one, backbone)
     except CannotPack:
         return False
 
@@ -288,18 +331,21 @@ class SamplersDecoder(Protocol):
 
 
 @torch.no_grad()
-def decodes_exactly(backbone: nn.Module, decoder: SamplersDecoder, *, longest: int) -> bool:
+def decodes_exactly(
+    backbone: nn.Module, decoder: SamplersDecoder, *, longest: int, images: ImageInputs | None = None
+) -> bool:
     """Return whether a decoder computes the library's states at the end of texts of different lengths, one of `longest`
     tokens (a scale of positions, a window or a mask may go wrong late). Half precision is judged by more texts:
-    rounding is much the same inside one.
+    rounding is much the same inside one. images: of a model that reads them; one of these is in a further text.
     """
     half = decoder.dtype in HALVES
     vocabulary = len(decoder.embedding)
     short = [ordinary_ids(vocabulary, 12 + 8 * (i % 2), start=100 * i) for i in range(8 if half else 2)]
     long = [ordinary_ids(vocabulary, longest)] if longest > max(map(len, short)) else []
-    found = [decoded_states(decoder, texts) for texts in (short, long) if texts]
-    ours = [states for of_texts in found for states in of_texts]
-    return _are_the_librarys(backbone, [*short, *long], ours, dtype=decoder.dtype)
+    shown = [] if images is None or not images.expander.images else [_with_image(images, vocabulary), short[0]]
+    parts = [texts for texts in (short, long, shown) if texts]
+    ours = [states for texts in parts for states in decoded_states(decoder, texts)]
+    return _are_the_librarys(backbone, [*chain(*parts)], ours, dtype=decoder.dtype, images=images)
 
 
 def decoded_states(decoder: SamplersDecoder, texts: list[list[int]]) -> list[dict[int, Tensor]]:
@@ -318,7 +364,8 @@ def decoded_states(decoder: SamplersDecoder, texts: list[list[int]]) -> list[dic
         ids = nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
         return ids.to(device), torch.tensor([len(part) for part in parts], device=device)
 
-    decoder.prefill(*padded([text[: -DECODED - i % 2 : -1] for i, text in enumerate(texts)]), cache=cache, rows=rows)
+    backwards = [[token for token in text[::-1] if not is_image_id(token)] for text in texts]
+    decoder.prefill(*padded([text[: DECODED - 1 + i % 2] for i, text in enumerate(backwards)]), cache=cache, rows=rows)
     at = [len(text) - DECODED for text in texts]
     prompts = padded([text[:end] for text, end in zip(texts, at, strict=True)])
     states = decoder.prefill(*prompts, cache=cache, rows=rows)
@@ -370,14 +417,25 @@ def continues_exactly(
 
 
 def _are_the_librarys(
-    backbone: nn.Module, texts: list[list[int]], ours: list[dict[int, Tensor]], *, dtype: torch.dtype
+    backbone: nn.Module,
+    texts: list[list[int]],
+    ours: list[dict[int, Tensor]],
+    *,
+    dtype: torch.dtype,
+    images: ImageInputs | None = None,
 ) -> bool:
     """Compare states by position with those of a pass over each text."""
     device = next(backbone.parameters()).device
 
     def library() -> list[Tensor]:
-        every = [torch.tensor([text], device=device) for text in texts]
-        states = [backbone(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in every]
+        states = list[Tensor]()
+        for text in texts:
+            if any(map(is_image_id, text)):
+                batch = batch_of(examples([text], [[]]), device=device, images=images)
+                states.append(library_states(backbone, batch))
+            else:
+                ids = torch.tensor([text], device=device)
+                states.append(backbone(input_ids=ids, use_cache=False).last_hidden_state[0])
         return [state[[*at]] for state, at in zip(states, ours, strict=True)]
 
     with torch.autocast(device.type, dtype=dtype, enabled=dtype in HALVES):
@@ -393,7 +451,7 @@ def check_reference(
     """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
     if not policy.has_reference:
         return
-    shortened = [prompt[:32] for prompt in prompts[:4]]
+    shortened = [prompt if any(map(is_image_id, prompt)) else prompt[:32] for prompt in prompts[:4]]
     batch = policy.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
     logprobs = []
     for role in ("policy", "reference"):

@@ -43,6 +43,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
 
 from tinyrl.config.sections import starter_path
+from tinyrl.data.images import is_image_id
 from tinyrl.models.folder_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from tinyrl.models.reading import (
     TOKENIZER_FILES,
@@ -432,7 +433,7 @@ def check_ids(sequences: Iterable[list[int]], tokenizer: PreTrainedTokenizerBase
     """Raise ValueError for the first row of data with a token that has no row in the model's embedding."""
     rows = embedding_rows(model)
     for number, ids in enumerate(sequences, start=1):
-        if (highest := max(ids, default=0)) >= rows:
+        if (highest := max((number for number in ids if not is_image_id(number)), default=0)) >= rows:
             token = truncate(str(tokenizer.convert_ids_to_tokens(highest)))
             raise ValueError(f"row {number} holds {token!r} (token {highest}): the embedding has {rows} rows")
 

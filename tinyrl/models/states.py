@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tinyrl.models.batch import Batch
+from tinyrl.models.batch import Batch, library_states
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import fused_states
-from tinyrl.models.library_states import library_states
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -22,7 +21,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def all_states(backbone: nn.Module, batch: Batch) -> Tensor:
-    """Compute the hidden states of every position, flat (b * L, H)."""
+    """Compute the hidden states of every position, flat (b * L, H): the one forward pass of a batch, for all roles."""
     fused = batch.packing is not None and supports_fused_layers(backbone)
     return (fused_states if fused else library_states)(backbone, batch)
 

@@ -21,6 +21,7 @@ from datetime import date
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tinyrl.data.image_rows import with_parts
 from tinyrl.models.reading import is_panic, reading
 from tinyrl.text import did_you_mean, truncate
 
@@ -340,7 +341,7 @@ def template_texts(
     with reading(f"the chat template of {owner} refuses messages with the roles {roles}"):
         if isinstance(template, str) and len(template) > MOST_CHARACTERS:
             raise ValueError(f"it has {len(template):,} characters; at most {MOST_CHARACTERS:,} are read")
-        hidden = disguised(tokenizer, conversations)
+        hidden = disguised(tokenizer, [with_parts(messages) for messages in conversations])
         variables = disguised(tokenizer, variables)
         if any(message.get("tool_calls") for messages in conversations for message in messages):
             tools = variables.get("tools") or options.get("tools")

@@ -19,6 +19,7 @@ from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
+from tinyrl.models.memory import describe_memory
 from tinyrl.models.policy import Policy
 from tinyrl.rewards.judge import JudgeReward
 from tinyrl.rewards.scorer import Scorer
@@ -121,7 +122,7 @@ class Collector:
 
     def describe_memory(self) -> str:
         model = self.scorer.model.model if self.scorer.model is not None else None
-        return self.policy.describe_memory(reward_model=model, sampling_copy=self.engine.copy_bytes)
+        return describe_memory(self.policy, reward_model=model, sampling_copy=self.engine.copy_bytes)
 
     def notes(self) -> list[str]:
         """Return notes on what was sampled since the last call."""
@@ -263,6 +264,7 @@ def prepare_rows(
         limit=limit,
         on_overlong_prompt=section.on_overlong_prompt,
         openings=openings,
+        images=policy.image_expander,
     )
     check_ids((prompt.tokens for prompt in prepared), policy.tokenizer, policy.causal)
     return prepared

@@ -106,6 +106,7 @@ def load_collector(
     prompts_of = partial(prepare_rows, policy=policy, task=task, runner=runner, limit=limit)
     train_prompts = prompts_of(prepared.rows.train)
     eval_prompts = prompts_of(prepared.rows.held_out)
+    policy.try_images()
     if judge is None:
         scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:

@@ -53,7 +53,7 @@ def with_tower(config: Config, rows: RunRows) -> Config:
     """Return the configuration with model.with_images where rows have images: config.yaml of the run says so to what
     reads its weights later. Raises ValueError where it was given as false, or conflicts with another setting.
     """
-    if not getattr(rows, "has_images", False) or config.model.with_images:
+    if not rows.has_images or config.model.with_images:
         return config
     if config.model.with_images is False:
         raise Refusal(("model.with_images",), "model.with_images=false, and rows have images; null follows the rows")

@@ -34,6 +34,7 @@ from tinyrl.tasks.prompts import (
     check_written,
     in_chat,
     open_thinking,
+    prompt_ids,
     render_prompt,
     shared_length,
 )
@@ -41,6 +42,8 @@ from tinyrl.text import first_line, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from tinyrl.models.image_inputs import ImageExpander
 
 REPLACEMENT = "\ufffd"  # which decoding writes for part of a character
 
@@ -201,6 +204,7 @@ def render_answer(
     system_prompt: str | None,
     variables: dict[str, Any],
     tools: list[Any] | None = None,
+    images: ImageExpander | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return (prompt tokens, target tokens): the prompt of the turn, and the turn to learn.
 
@@ -208,8 +212,8 @@ def render_answer(
     is `answer_tokens`. An answer of one message of the assistant is what the chat template adds to its own rendering of
     the prompt with the generation prompt, through the token that ends the turn (EOS if the template writes none). Both
     renderings are of these messages alone, so a template that strips the thinking of earlier turns does so in both.
-    Raises NotContinuedError, quoting the template, if the second does not begin with the first, and ValueError for a
-    message of the prompt that the template leaves out.
+    images: of a model that reads them in prompts. Raises NotContinuedError, quoting the template, if the second does
+    not begin with the first, and ValueError for a message of the prompt that the template leaves out.
     """
     eos = answer_end(tokenizer, chat=False, variables={})
     if isinstance(answer, str):
@@ -219,7 +223,7 @@ def render_answer(
             target = token_ids(tokenizer, answer.rstrip() if ends else answer)
             return [start], _ended(target[1:] if target[:1] == [start] else target, eos)
         how: Any = {"chat": chat, "variables": variables}
-        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, tools=tools, **how)
+        rendered = render_prompt(tokenizer, prompt, system_prompt=system_prompt, tools=tools, images=images, **how)
         return rendered.tokens, answer_tokens(tokenizer, rendered, answer, **how)
     if not in_chat(tokenizer, chat):
         why = "task.chat=false" if tokenizer.chat_template else "this model's tokenizer has no chat template"
@@ -243,7 +247,8 @@ def render_answer(
     target = tokens_behind(tokenizer, asked, whole[len(asked) :])
     if not target:
         raise ValueError(f"the chat template writes nothing for the assistant's turn: {whole[-60:]!r}")
-    return token_ids(tokenizer, asked), _through_end(tokenizer, target, end=eos)
+    [prompt_tokens] = prompt_ids(tokenizer, [asked], [messages], images)
+    return prompt_tokens, _through_end(tokenizer, target, end=eos)
 
 
 # ---- observations: an environment's reply behind the policy's turn ----

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tinyrl.data.images import ImageFiles
 from tinyrl.data.messages import Prompt
-from tinyrl.data.readers import Row
+from tinyrl.data.readers import Row, row_with_images
 from tinyrl.data.rows import row_key
 from tinyrl.tasks.task import Task, no_rows
 from tinyrl.tasks.worker_service import PLAIN_FACTS
@@ -55,6 +56,7 @@ class OwnCode:
 
     def __init__(self, use: str) -> None:
         self.use = use
+        self.folder = str(Path(use.rpartition(":")[0]).parent)  # which paths of images are relative to
         source = parse_use(use, setting=SETTING)
         host = f"{HOST}:task"
         name = Path(use).name.partition(".py:")[0]
@@ -92,13 +94,16 @@ class OwnCode:
         results = self.worker.rows(arguments, 1, call=call, is_valid=_are_rows, timeout_s=ROWS_TIMEOUT_S)
         for failure in results.failures:
             raise ValueError(f"{SETTING}={self.use}: `{call}({split!r})`: {failure.reason}")
-        [rows] = results.values
+        [found] = results.values
+        place = f"{SETTING}={self.use}: {split} row"
+        files = ImageFiles(base=Path(self.folder))
+        rows = [row_with_images(row, files, f"{place} {number}") for number, row in enumerate(found, start=1)]
         self.prepare(rows)
         for number, row in enumerate(rows, start=1):
             try:
                 self._of(row)
             except ValueError as error:
-                raise ValueError(f"{SETTING}={self.use}: {split} row {number}: {error}") from error
+                raise ValueError(f"{place} {number}: {error}") from error
         return rows
 
     def prepare(self, rows: list[Row]) -> None:
@@ -107,7 +112,7 @@ class OwnCode:
         keys = [*unknown]
         for start in range(0, len(keys), CALL_ROWS):
             part = keys[start : start + CALL_ROWS]
-            given = {"row": [unknown[key] for key in part]}
+            given = {"row": [unknown[key] for key in part], "folder": [self.folder] * len(part)}
             results = self.worker.rows(given, len(part), call="prepare", is_valid=_is_prepared)
             for key, value in zip(part, results.values, strict=True):
                 if value is not None:

@@ -13,6 +13,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
+from tinyrl.data.image_rows import images_of
+from tinyrl.data.images import IMAGE_MARK
 from tinyrl.data.messages import Message, Prompt, as_messages, asked_of, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import MARKS, NOT_CONTENT
@@ -33,6 +35,8 @@ from tinyrl.text import truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from tinyrl.models.image_inputs import ImageExpander
 
 Chat = Literal["auto"] | bool  # task.chat
 BATCH = 1024  # prompts that are rendered and tokenised in one call
@@ -107,15 +111,16 @@ def prepare_prompts(
     on_overlong_prompt: Literal["error", "drop"],
     limit: PromptLimit,
     openings: list[str | None] | None = None,
+    images: ImageExpander | None = None,
 ) -> list[PreparedPrompt]:
     """Render every row, with the environment's opening (if any) at the end of its text or of the last message that is
-    asked. Prompts over the limit are refused, naming the first, or dropped if asked for. Raises ValueError, quoting the
-    row, for one that cannot be rendered.
+    asked. Prompts over the limit are refused, naming the first, or dropped if asked for. images: of a model that reads
+    them. Raises ValueError, quoting the row, for one that cannot be rendered.
     """
     prepared: list[PreparedPrompt] = []
     long: list[LongPrompt] = []
     most = most_characters(tokenizer, limit.tokens)
-    how: Any = {"chat": chat, "system_prompt": system_prompt, "variables": variables}
+    how: Any = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "images": images}
     parts = range(0, len(rows), BATCH)
     with on_all_cores(), without_collection():
         for start in counted(parts, what="prompts rendered and tokenised", each=BATCH, total=len(rows)):
@@ -235,6 +240,7 @@ def render_prompt(
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
     tools: list[Any] | None = None,
+    images: ImageExpander | None = None,
 ) -> Rendered:
     """Render and tokenise a prompt, ready for the model to continue.
 
@@ -242,10 +248,11 @@ def render_prompt(
     prompt replaces a system message of the data, and messages that end with the assistant are continued; `variables`
     go to the template (enable_thinking), and `tools` of a row. Without it the text stays as it is, after the system
     prompt and an empty line; a BOS that the tokenizer adds stays, an EOS it appends does not, since nothing follows an
-    EOS. Raises ValueError if that cannot be done, or the template leaves a message out.
+    EOS. images: of a model that reads them. Raises ValueError if that cannot be done, or the template leaves a message
+    out, or the prompt has images that nothing reads.
     """
     how: Any = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "tools": tools}
-    return render_prompts(tokenizer, [prompt], **how)[0]
+    return render_prompts(tokenizer, [prompt], **how, images=images)[0]
 
 
 def render_prompts(
@@ -256,6 +263,7 @@ def render_prompts(
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
     tools: list[Any] | None = None,
+    images: ImageExpander | None = None,
 ) -> list[Rendered]:
     """Render and tokenise prompts as `render_prompt` does, in few calls of the template and the tokenizer."""
     prompts = [prompt_of(prompt) for prompt in prompts]
@@ -264,7 +272,7 @@ def render_prompts(
         raise ValueError(f"task.chat_template_kwargs={variables}, but this model's tokenizer has no chat template")
     if in_chat(tokenizer, chat):
         conversations = [asked_messages(prompt, system_prompt) for prompt in prompts]
-        return _rendered_by_template(tokenizer, conversations, variables, tools=tools)
+        return _rendered_by_template(tokenizer, conversations, variables, tools=tools, images=images)
     texts = list[str]()
     for prompt in prompts:
         if not isinstance(prompt, str):
@@ -281,7 +289,12 @@ def render_prompts(
 
 
 def _rendered_by_template(
-    tokenizer: Tokenizer, conversations: list[list[Message]], variables: dict[str, Any], *, tools: list[Any] | None
+    tokenizer: Tokenizer,
+    conversations: list[list[Message]],
+    variables: dict[str, Any],
+    *,
+    tools: list[Any] | None,
+    images: ImageExpander | None,
 ) -> list[Rendered]:
     """Render conversations through the chat template, as prompts to continue, and tokenise them."""
     continued = [messages[-1]["role"] == "assistant" for messages in conversations]
@@ -296,11 +309,25 @@ def _rendered_by_template(
             check_written(tokenizer, conversations[place], text, variables=variables, **last)
             texts[place] = text
     thoughts = _opened_by_template(tokenizer, conversations, texts, variables)
-    ids = token_ids_of(tokenizer, texts)
+    ids = prompt_ids(tokenizer, texts, conversations, images)
     return [
         Rendered(undisguised(tokenizer, text), tokens, undisguised(tokenizer, opened))
         for text, tokens, opened in zip(texts, ids, thoughts, strict=True)
     ]
+
+
+def prompt_ids(
+    tokenizer: Tokenizer, texts: list[str], conversations: list[list[Message]], images: ImageExpander | None
+) -> list[list[int]]:
+    """Tokenise renderings of conversations by the chat template, with the ids of their images. Raises ValueError for
+    images that nothing reads (`images` is None).
+    """
+    shown = [images_of(messages) for messages in conversations]
+    if images is None:
+        if any(shown):
+            raise ValueError("the prompt has images, and nothing here shows them to the model")
+        return token_ids_of(tokenizer, texts)
+    return images.tokenised(texts, shown)
 
 
 def _opened_by_template(
@@ -348,7 +375,8 @@ def check_written(
     shown = undisguised(tokenizer, text)
     for place, message in enumerate(messages):
         content = message["content"].strip()
-        if message["role"] in ("assistant", "tool") or content in shown:
+        is_there = all(piece.strip() in shown for piece in content.split(IMAGE_MARK))
+        if message["role"] in ("assistant", "tool") or is_there:
             continue
         longer = [*messages[:place], {**message, "content": f"{content} {ASKED}"}, *messages[place + 1 :]]
         if ASKED not in template_text(tokenizer, longer, variables=variables, **options):

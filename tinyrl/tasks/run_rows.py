@@ -23,9 +23,11 @@ from tinyrl.data.formats import (
     at_place,
     given_beside,
     has_system,
+    refuse_images,
     refuse_media,
     with_prompt,
 )
+from tinyrl.data.image_rows import images_of
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row, placed_rows
 from tinyrl.data.rows import (
@@ -61,6 +63,11 @@ class RunRows:
     kind: RowKind
     notes: list[str]
     text: Placed = field(default_factory=list)
+
+    @property
+    def has_images(self) -> bool:
+        """Return whether a prompt has an image, so that a model with a vision tower reads them."""
+        return any(self.kind.shows_images(row) for row in (*self.train, *self.held_out))
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
@@ -181,7 +188,8 @@ def check_data_given(config: Config) -> None:
 
 def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
     assert source is not None
-    return placed_rows(source, columns=config.task.columns, revision=config.task.revision, most=most)
+    task = config.task
+    return placed_rows(source, columns=task.columns, revision=task.revision, most=most, fetch_images=task.fetch_images)
 
 
 def _hold_out(rows: list[Row], kind: RowKind, *, system_prompt: str | None) -> tuple[list[Row], list[Row]]:
@@ -237,6 +245,9 @@ class Prompts(RowKind):
     def prompt(self, row: Row) -> Prompt:
         return self.task.prompt(row)
 
+    def shows_images(self, row: Row) -> bool:
+        return bool(row.get("images")) or (self.task.own is not None and bool(images_of(self.task.prompt(row))))
+
     def unread(self, row: Row) -> list[str]:
         """Return the columns that no prompt shows; other tasks than `rows` may make their prompts of them."""
         given = given_beside(row)
@@ -279,6 +290,11 @@ class Prompts(RowKind):
             raise ValueError(f"no column may be called '{column}', an argument of reward functions. {rename}")
         if not self.columns_are_read:
             refuse_media(row)
+        if row.get("images") and not images_of(task.prompt(row)):
+            raise ValueError(
+                f"the row has images, and the prompt of task '{task.name}' shows none of them "
+                "(task.columns.unused=images leaves their column out)"
+            )
         task.prompt(row)
         task.gold(row)
         if self.verified and task.check_reference is not None:
@@ -292,6 +308,7 @@ def text_rows(config: Config) -> Placed:
     placed = placed_rows(config.ppo.ptx_data)
     for place, row in placed:
         at_place(place, refuse_media, row)
+        at_place(place, refuse_images, row)
     return placed
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from tinyrl.data.image_rows import placed_prompt
+from tinyrl.data.images import ImageFiles
 from tinyrl.data.messages import prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import worker_service
@@ -34,7 +37,8 @@ def task(objects: list[Any]) -> Service:
         return RowResults([_plain_rows(found.generate(*given)) for given in arguments["given"]])
 
     def prepare(arguments: dict[str, list[Any]], _: int) -> RowResults:
-        return RowResults([_prepared(found, row) for row in arguments["row"]])
+        pairs = zip(arguments["row"], arguments["folder"], strict=True)
+        return RowResults([_prepared(found, row, ImageFiles(base=Path(folder))) for row, folder in pairs])
 
     def answers(arguments: dict[str, list[Any]], _: int) -> RowResults:
         assert found.answer is not None
@@ -98,10 +102,10 @@ def _plain_rows(rows: Any) -> list[Row]:
     return rows
 
 
-def _prepared(task: Task, row: Row) -> list[Any]:
+def _prepared(task: Task, row: Row, files: ImageFiles) -> list[Any]:
     """Return a row's prompt and gold answer, what is wrong with the row, and what is wrong with it for the verifier."""
     try:
-        prompt = prompt_of(task.prompt(row))
+        prompt = prompt_of(placed_prompt(task.prompt(row), row, files))
         gold = task.gold(row)
         if not isinstance(gold, str | None):
             raise ValueError(f"`gold` returned a {type(gold).__name__}, not text or None")

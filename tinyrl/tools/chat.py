@@ -21,6 +21,7 @@ from tinyrl.generation.engines import select_engine
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
+from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.errors import Interrupted
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
@@ -83,7 +84,7 @@ class ChatSession:
             self._closing.callback(self.runner.environment.close)
         self.role: SampledRole = "base"
         if target.checkpoint is not None:
-            self.policy.load(target.checkpoint, only="policy")
+            restore_policy(self.policy, target.checkpoint, only="policy")
             self.role = "policy"
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
         settings = generation.model_copy(update={"engine": "hf", "stop": stop, "max_rows": None})

@@ -29,6 +29,7 @@ from tinyrl.evaluation.result import (
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
 from tinyrl.generation.engine import SampledRole
+from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
@@ -201,7 +202,7 @@ def _load(
     """Load the policy of a target; judged by another side's scorer, and sampled by its seed, where they are given."""
     collector = load_collector(sampled, options=options, judge=judge, seed=seed)
     if target.checkpoint is not None:
-        collector.policy.load(target.checkpoint, only="policy")
+        restore_policy(collector.policy, target.checkpoint, only="policy")
     return LoadedSide(collector, "base" if target.checkpoint is None else "policy", target.name)
 
 
@@ -211,7 +212,7 @@ def _other(side: Side, ours: LoadedSide, sampled: PreparedRun, *, options: Optio
     config = ours.collector.config
     judge = ours.collector.scorer
     match side:
-        case OwnSide.BASE if policy.peft is not None:
+        case OwnSide.BASE if policy.adapters.peft is not None:
             return LoadedSide(ours.collector, "base", side.path)
         case OwnSide.BASE | OwnSide.START:
             if not policy.has_reference:
@@ -263,7 +264,7 @@ def _measure(run: PreparedRun, checkpoint: Path | None, *, options: Options) -> 
     config = run.config
     with closing(load_row_method(run, options=options)) as trainer:
         if checkpoint is not None and config.trains.policy:  # of any method: that of another run too
-            trainer.policy.load(checkpoint, only="policy")
+            restore_policy(trainer.policy, checkpoint, only="policy")
         elif checkpoint is not None:
             trainer.load(checkpoint)
         resolve_threads(trainer.policy)

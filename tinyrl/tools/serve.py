@@ -18,6 +18,7 @@ from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy, resolve_threads
 
@@ -75,7 +76,7 @@ def served(
     generation = target.config.generation
     policy = load_policy(config, options=options)
     if target.checkpoint is not None:
-        policy.load(target.checkpoint, only="policy")
+        restore_policy(policy, target.checkpoint, only="policy")
     resolve_threads(policy)
     local = "auto" if generation.engine == "server" else generation.engine
     settings = generation.model_copy(update={"engine": local, "stop": [], "max_rows": max_rows})

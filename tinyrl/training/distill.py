@@ -75,7 +75,7 @@ class Distill(OnPolicy):
         """Compute the distance of a micro-batch to the teacher; the policy must be acting."""
         assert self.teacher is not None
         assert minibatch.teacher is not None
-        return self.teacher.distance(batch, self.policy.policy_states(batch), minibatch.teacher, counts)
+        return self.teacher.distance(batch, self.policy.states("policy", batch), minibatch.teacher, counts)
 
     def responses(self, run: Run, step: int) -> list[Sample]:
         """Sample responses to the share distill.on_policy_fraction of the prompts; the others have given answers."""

@@ -292,7 +292,7 @@ class KernelTrial:
                 how.enter_context(policy.run_device.autocast())
             batch = policy.batch_of(items)
             one_pass = policy.kernels.one_pass_logits
-            states = policy.policy_states(batch)
+            states = policy.states("policy", batch)
             logprobs, _ = token_logprobs(states, head, targets=batch.targets, temperature=1.0, one_pass=one_pass)
             weights = torch.arange(len(logprobs), device=logprobs.device).cos()
             (weights * logprobs).sum().backward()

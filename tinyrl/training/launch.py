@@ -26,6 +26,7 @@ from tinyrl.config.derive import derive_over, read_written
 from tinyrl.config.refusal import Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
+from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.parallel import check_alike
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import resolve_threads
@@ -89,7 +90,7 @@ def start(
             config = config.model_copy(update={"run": run_section})
         if world.is_main:
             copies = 2 if config.run.save_every else 1  # the newest one stays until the next is whole
-            checkpoints.check_room(Path(output_dir), needed=policy.checkpoint_bytes(), copies=copies)
+            checkpoints.check_room(Path(output_dir), needed=checkpoint_bytes(policy), copies=copies)
         own = create_run(output_dir, name=name, config=config, overwrite=overwrite) if world.is_main else None
         path = world.on_main(lambda: str(own.path) if own else "")
         folder = own or RunDir(Path(path), writes=False)  # rank 0 holds it; the other processes write nothing into it

@@ -30,7 +30,10 @@ class Pass(NamedTuple):
 
 
 class Method:
-    """Base of the methods. config: with the number of steps that run.epochs gives."""
+    """Base of the methods. config: with the number of steps that run.epochs gives.
+
+    The models' libraries are imported where they are used, so that importing a method is importing its algorithm.
+    """
 
     row_fingerprints: dict[str, str]  # of both splits
 
@@ -81,14 +84,20 @@ class Method:
         """Raise GuardStop where a run that is at its end has learnt nothing."""
 
     def save(self, folder: Path) -> None:
-        self.policy.save(folder)
+        from tinyrl.models.policy_files import save_policy
+
+        save_policy(self.policy, folder)
 
     def save_without_weights(self, folder: Path) -> None:
         """Write what `save` writes besides tensors."""
-        self.policy.save_without_weights(folder)
+        from tinyrl.models.policy_files import save_policy_without_weights
+
+        save_policy_without_weights(self.policy, folder)
 
     def load(self, folder: Path) -> None:
-        self.policy.load(folder)
+        from tinyrl.models.policy_files import restore_policy
+
+        restore_policy(self.policy, folder)
 
     def judge_requests(self) -> dict[str, int]:
         """Return the requests made so far of each judge, by its name among the rewards."""
@@ -111,7 +120,9 @@ class Method:
         """Go on with the limit of a checkpoint from this device."""
 
     def describe_memory(self) -> str:
-        return self.policy.describe_memory()
+        from tinyrl.models.memory import describe_memory
+
+        return describe_memory(self.policy)
 
     def keep_output(self, write: Callable[[str], None]) -> None:
         """Hand what reward functions print to `write`, in whole lines, from now on."""

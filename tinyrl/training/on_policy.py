@@ -365,7 +365,7 @@ class OnPolicy(Method):
 
         surrogate - entropy_coef * entropy + kl_coef * KL(policy || reference) [+ teacher.kl_coef * distance]
         """
-        states = self.policy.policy_states(batch) if states is None else states
+        states = self.policy.states("policy", batch) if states is None else states
         logprobs, entropy = self.policy.logprobs(
             "policy", batch, temperature=self.temperature, states=states, entropy_grad=options.entropy_coef > 0
         )

@@ -205,7 +205,7 @@ class Ppo(OnPolicy):
         With critic.kind=shared the value's gradient, weighted by ppo.value_coef, reaches the backbone, but not while
         the critic warms up; with shared-detached it never does.
         """
-        states = self.policy.policy_states(batch)
+        states = self.policy.states("policy", batch)
         moves_backbone = self.policy.critic_kind == "shared" and not warming_up
         value_loss, value_metrics = critic_loss(batch, states if moves_backbone else states.detach())
         if warming_up:
@@ -228,7 +228,7 @@ class Ppo(OnPolicy):
 
     def joint_trial_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Sum log-probabilities and values of one forward pass of the policy."""
-        states = self.policy.policy_states(batch)
+        states = self.policy.states("policy", batch)
         loss, _ = self.trial_loss(batch, states)
         moves_backbone = self.policy.critic_kind == "shared"
         values = self.policy.values(batch, states=states if moves_backbone else states.detach())
@@ -242,7 +242,7 @@ class Ppo(OnPolicy):
         role = self.policy.value_role
 
         def compute(batch: Batch) -> tuple[Tensor]:
-            return (policy.values(batch, states=None if role == "critic" else policy.policy_states(batch)),)
+            return (policy.values(batch, states=None if role == "critic" else policy.states("policy", batch)),)
 
         return policy.map_samples(compute, samples, role=role)[0]
 

@@ -78,7 +78,7 @@ class RewardModel(RowMethod):
     @property
     def room(self) -> int:
         """Return most tokens that the model reads."""
-        if self.policy.peft is not None:
+        if self.policy.adapters.peft is not None:
             return self.policy.positions
         return classifier_max_tokens(self.policy.causal.config, self.tokenizer)
 
@@ -91,7 +91,7 @@ class RewardModel(RowMethod):
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
         one = labelled(row) if self.kind.has_labels else preference(row)
         how = {"text_format": self.text_format, "max_tokens": self.room}
-        adapter = self.policy.peft is not None
+        adapter = self.policy.adapters.peft is not None
         texts = list[list[int]]()
         for side in one.answers:
             prompt, answer = behind_beginning(one.prompt, side, continues=one.continues)
@@ -138,7 +138,7 @@ class RewardModel(RowMethod):
         first = [one for row in self.train_rows[:CENTERED_ON] for one in row]
         # The mean over both sides of pairs: PPO starts with rewards near 0. Rank 0 saves alone.
         center = float(torch.cat(self.score_examples(first, among=ALONE).unbind(1)).mean())
-        if self.policy.peft is not None:
+        if self.policy.adapters.peft is not None:
             super().save(folder)
             tensors = {"weight": head.weight.detach().cpu(), "bias": (head.bias - center).detach().cpu()}
             save_file(tensors, folder / SCORE_HEAD, metadata=self.text_format.metadata())
@@ -151,7 +151,7 @@ class RewardModel(RowMethod):
         save_file({"bias": head.bias.detach().cpu()}, folder / SCORE_BIAS)
 
     def save_without_weights(self, folder: Path) -> None:
-        if self.policy.peft is None:
+        if self.policy.adapters.peft is None:
             self._classifier(offset=0.0).save_pretrained(folder, state_dict={})
             save_tokenizer(self.tokenizer, folder, revision=self.config.model.revision)
         else:
@@ -170,7 +170,7 @@ class RewardModel(RowMethod):
         """Restore the uncentred head, which is the one the optimizer trains."""
         head = self.policy.score_head
         assert head is not None
-        if self.policy.peft is not None:
+        if self.policy.adapters.peft is not None:
             super().load(folder)
             weight = load_file(folder / SCORE_HEAD)["weight"]
         else:

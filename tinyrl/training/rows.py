@@ -57,6 +57,7 @@ class RowMethod(Method):
         self.switched = Counter[str]()  # rows behind the prompt of another switch of the chat template, by the switch
         self.train_rows = self.tokenised(rows.train)
         self.held_out = self.tokenised(rows.held_out)
+        policy.try_images()
         self.notes += self.rendering_notes(rows.train + rows.held_out)
         if self.config.run.eval_prompts:
             system_prompt = self.config.task.system_prompt
@@ -222,7 +223,7 @@ def rendered(
     check_characters(policy.tokenizer, characters, tokens=policy.positions)
     chat = policy.config.task.chat
     how = {"chat": chat, "system_prompt": system_prompt, "variables": variables, "tools": tools}
-    tokens, target = render_answer(policy.tokenizer, prompt, answer, **how)
+    tokens, target = render_answer(policy.tokenizer, prompt, answer, images=policy.image_expander, **how)
     return Example(tokens, (target,))
 
 

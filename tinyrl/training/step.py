@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import OptimConfig
 from tinyrl.models.device import free_bytes, reset_peak_memory, restore_torch_rng, torch_rng
+from tinyrl.models.memory import MOMENT_BYTES
 from tinyrl.models.micro_batches import PassMemory, SequenceLengths, Work
 from tinyrl.models.parallel import sum_step
-from tinyrl.models.policy import MOMENT_BYTES, Policy
+from tinyrl.models.policy import Policy
 from tinyrl.process.errors import GuardStop
 from tinyrl.training.method import Pass
 

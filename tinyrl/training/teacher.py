@@ -29,7 +29,6 @@ from tinyrl.models.logprobs import Head, TeacherStates, TeacherTopK, Teaching, d
 from tinyrl.models.micro_batches import Work
 from tinyrl.models.policy import Policy, Role
 from tinyrl.models.reward_model import positions_of
-from tinyrl.models.states import response_states
 from tinyrl.process.errors import Interrupted
 from tinyrl.rollout.collect import Collector, prepare_rows
 from tinyrl.tasks.rewarded import CORRECT, WHY, hint_names
@@ -196,7 +195,7 @@ class LocalTeacher(Teacher):
 
         def run(rows: list[int]) -> None:
             batch = policy.batch_of([items[i] for i in rows])
-            states = response_states(policy.backbone(role), batch)
+            states = policy.states(role, batch)
             where = to_device(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in rows]), device)
             of_tokens[where] = token_logprobs(states, self.head, targets=batch.targets, temperature=self.temperature)[0]
             if top_k is None:

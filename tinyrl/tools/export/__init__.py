@@ -38,7 +38,7 @@ from tinyrl.models.loading import (
     save_tokenizer,
 )
 from tinyrl.models.lora import load_start_adapter
-from tinyrl.models.policy import weight_bytes
+from tinyrl.models.memory import weight_bytes
 from tinyrl.models.processors import PROCESSOR_FILES, save_processor
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids

@@ -13,6 +13,7 @@ from tests.models.building import CRITICS, every_tensor, full_roles, logprobs, l
 from tests.tiny_models import TinyModels
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.policy import CriticKind, Policy
+from tinyrl.models.policy_files import restore_policy, save_policy
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".pkl")
 ADAPTER, HEAD, MODEL = "adapter_model.safetensors", "value_head.safetensors", "model.safetensors"
@@ -27,7 +28,7 @@ FILES = {
 def save(roles: Policy, folder: Path, base: Path) -> None:
     folder.mkdir()
     roles.tokenizer = load_tokenizer(str(base))
-    roles.save(folder)
+    save_policy(roles, folder)
 
 
 @pytest.mark.parametrize(("with_lora", "kind"), CRITICS)
@@ -38,14 +39,14 @@ def test_every_role_comes_back(tiny: TinyModels, tmp_path: Path, with_lora: bool
     if kind == "adapter":
         trained.freeze_reference_adapter()
         again.freeze_reference_adapter()
-        stir(trained.adapter_parameters("reference"), seed=5)
+        stir(trained.adapters.parameters("reference"), seed=5)
     for seed, parameters in enumerate(trained.parameters.values()):
         stir(parameters, seed=seed)
     save(trained, tmp_path / "checkpoint", base)
     written = {str(p.relative_to(tmp_path / "checkpoint")) for p in tmp_path.rglob("*.*") if p.suffix in WEIGHTS}
     assert written == FILES[kind]
     held = {role: {n: id(p) for n, p in ps.items()} for role, ps in again.parameters.items()}
-    again.load(tmp_path / "checkpoint")
+    restore_policy(again, tmp_path / "checkpoint")
     theirs = every_tensor(trained)
     for name, tensor in every_tensor(again).items():
         if ".score." not in name and not name.startswith("critic_model/lm_head"):
@@ -88,7 +89,7 @@ def test_a_full_checkpoint_is_a_plain_model_and_another_one_does_not_fit(tiny: T
     assert greedy(plain) == greedy(roles.causal) != start
     assert load_tokenizer(str(folder))("ab").input_ids == load_tokenizer(str(tiny("qwen2")))("ab").input_ids
     again = full_roles(tiny("qwen2"), reference=False)
-    again.load(folder, only="policy")
+    restore_policy(again, folder, only="policy")
     assert torch.equal(logprobs(again, "policy"), logprobs(roles, "policy"))
     tensors = load_file(file := folder / "model.safetensors")
     name = next(n for n in tensors if "down_proj" in n)
@@ -96,4 +97,4 @@ def test_a_full_checkpoint_is_a_plain_model_and_another_one_does_not_fit(tiny: T
     for changed, message in ((more, "no place|unexpected"), ({name: torch.zeros(3, 5)}, "of another shape")):
         save_file({**tensors, **changed}, file)
         with pytest.raises(ValueError, match=message):
-            again.load(folder, only="policy")
+            restore_policy(again, folder, only="policy")
