@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests import running
+from tests.images import image_file
 from tests.tiny_vision import FAMILIES, tiny_vision
+from tests.training.rows import write_rows
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.processors import load_processor
 from tinyrl.models.towers import language_parameters
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tools.export import export
+from tinyrl.workers.loading import use_of
 
 FULL = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}
 LORA: dict[str, Any] = {}
@@ -35,11 +39,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda family: tiny_vision(family, root / family))
 
 
-def settings(folder: Path, *, num_steps: int, **sections: Any) -> Any:
-    """Those of a run on text, whose model is loaded with its tower."""
-    run = {"num_steps": num_steps, "eval_every": 0}
-    more = {"run": run, "generation": {"max_prompt_tokens": 256}, "model": {"with_images": True}}
-    return running.config("grpo", folder, **more, **sections)
+def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """Reward different characters."""
+    return [float(len({*str(completion)})) for completion in completions]
+
+
+def settings(base: Path, rows: Path, *, num_steps: int, **sections: Any) -> Any:
+    """The settings of a run on eight pictures of one colour each, which are written into a folder."""
+    lines = list[dict[str, Any]]()
+    for number in range(8):
+        image_file(rows / f"{number}.png", color=(30 * number, 200, 90), size=(32, 32))
+        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how green?"}]}]
+        lines.append({"prompt": prompt, "image": f"{number}.png", "answer": str(number)})
+    data = str(write_rows(rows / "rows.jsonl", lines))
+    task = {"name": "rows", "data": data, "eval_data": data}
+    more = {
+        "run": {"num_steps": num_steps, "eval_every": 0},
+        "reward": {"functions": [{"use": use_of(partial(letters))}]},
+    }
+    return running.config("grpo", base, task=task, generation={"max_prompt_tokens": 256}, **more, **sections)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +67,7 @@ def runs(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(family: str, is_full: bool) -> RunDir:
         sections = FULL if is_full else LORA
-        config = settings(folders(family), num_steps=1, **sections)
+        config = settings(folders(family), root, num_steps=1, **sections)
         code, done, _ = running.train(config, root, name=f"{family}-{is_full}")
         assert code == 0
         return done
@@ -63,7 +81,7 @@ def runs(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_run_that_is_stopped_and_resumed_is_bit_equal(
     folders: Any, family: str, sections: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = settings(folders(family), num_steps=3, grpo={"kl_coef": 0.1}, **sections)
+    config = settings(folders(family), tmp_path, num_steps=3, grpo={"kl_coef": 0.1}, **sections)
     code, whole, looks = running.train(config, tmp_path, name="whole")
     assert code == 0
     code, stopped, _ = running.train(config, tmp_path, name="stopped", stop_at=int(looks * 0.8))
@@ -104,6 +122,18 @@ def test_a_checkpoint_has_the_processor_as_it_was_loaded(folders: Any, runs: Any
 
 def test_config_yaml_says_that_the_model_was_loaded_with_its_tower(runs: Any) -> None:
     assert runs("smolvlm", False).read_config().model.with_images is True
+
+
+def test_rows_with_images_are_refused_where_the_tower_was_left_out_by_hand(folders: Any, tmp_path: Path) -> None:
+    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"with_images": False})
+    with pytest.raises(ValueError, match=r"model\.with_images=false"):
+        prepare(config)
+
+
+def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path: Path) -> None:
+    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"quantization": "4bit"})
+    with pytest.raises(ValueError, match=r"model\.quantization=4bit"):
+        prepare(config)
 
 
 # Reads a picture as any program would: by the class that config.json names, and by the processor in the same folder.
