@@ -12,20 +12,24 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, MllamaConfig
 
-from tests.models.building import stir
+from tests.models.building import lora, stir
+from tests.policies import policy_of
 from tests.tiny_models import TinyModels
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
-from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.loading import load_image_text_model, load_tokenizer
+from tinyrl.models.lora import on_language_model, save_adapter, wrap_in_lora
+from tinyrl.models.memory import STATE_BYTES, bytes_by_role, checkpoint_bytes
 from tinyrl.models.policy import Policy
+from tinyrl.models.policy_files import save_policy
 from tinyrl.models.towers import language_parameters, tower_names, towers_of
 from tinyrl.runs.resolve import config_of
 
 IDS = torch.arange(2, 30).unsqueeze(0)
-FULL = {"lora": {"enabled": False}}
+FULL: dict[str, Any] = {"lora": {"enabled": False}}
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +101,14 @@ def test_the_frozen_copy_shares_the_tower_and_nothing_else(folders: Any, family:
 def test_a_shared_tower_counts_once_in_memory(folders: Any) -> None:
     policy = policy_at(folders("smolvlm"), reference={"kind": "auto"}, grpo={"kl_coef": 0.1}, **FULL)
     language = sum(p.nbytes for p in language_parameters(policy.causal).values())
-    assert policy.bytes_by_role()["reference"] == language
-    assert policy.bytes_by_role()["base"] > language
+    assert bytes_by_role(policy)["reference"] == language
+    assert bytes_by_role(policy)["base"] > language
+
+
+def test_a_full_checkpoint_takes_room_for_the_tower_too(folders: Any) -> None:
+    policy = policy_at(folders("smolvlm"), **FULL)
+    tower = sum(p.nbytes for tower in towers_of(policy.causal) for p in tower.parameters())
+    assert checkpoint_bytes(policy) == 12 * policy.num_trained + tower + STATE_BYTES
 
 
 def test_a_shared_tower_computes_the_same_bits_beside_a_reference(folders: Any) -> None:
@@ -115,11 +125,11 @@ def test_a_shared_tower_computes_the_same_bits_beside_a_reference(folders: Any) 
 # ---- adapters by other names ----
 
 
-def saved_adapter(folders: Any, family: str, folder: Path, **lora: Any) -> tuple[Policy, Path]:
+def saved_adapter(folders: Any, family: str, folder: Path, **own: Any) -> tuple[Policy, Path]:
     """A policy whose adapter is no longer zero, and its checkpoint."""
-    policy = policy_at(folders(family), lora={"r": 4, **lora})
+    policy = policy_at(folders(family), lora={"r": 4, **own})
     stir(policy.parameters["policy"])
-    policy.save(folder)
+    save_policy(policy, folder)
     return policy, folder
 
 
@@ -173,7 +183,7 @@ def test_an_adapter_that_changes_nothing_on_the_tower_is_read_without_it(folders
     assert in_towers(text, text.parameters["policy"])
     language = {n: p for n, p in text.parameters["policy"].items() if "language_model" in n}
     stir(language)
-    text.save(tmp_path)
+    save_policy(text, tmp_path)
     policy = policy_at(folders("gemma3"), model={"adapter": str(tmp_path)})
     assert in_towers(policy, policy.parameters["policy"]) == []
     assert torch.equal(logits(policy.causal), logits(text.causal))
@@ -182,9 +192,41 @@ def test_an_adapter_that_changes_nothing_on_the_tower_is_read_without_it(folders
 def test_an_adapter_of_the_whole_model_is_read_by_the_text_class(tiny: TinyModels, tmp_path: Path) -> None:
     """Qwen3.5, of which rows of text load the language model alone."""
     folder = tiny("qwen3.5-vl")
-    whole = policy_at(folder, lora={"r": 4})
+    model = load_image_text_model(str(folder), dtype=torch.float32)
+    whole = policy_of(wrap_in_lora(model, on_language_model(lora(), model)))
     stir(whole.parameters["policy"])
-    whole.save(tmp_path)
+    assert whole.adapters.peft is not None
+    save_adapter(whole.adapters.peft, "default", tmp_path)
     text = policy_at(folder, with_images=None, model={"adapter": str(tmp_path)})
     assert type(text.causal).__name__ == "Qwen3_5ForCausalLM"
     assert torch.allclose(logits(text.causal), logits(whole.causal), atol=1e-5)
+
+
+# ---- rows of text ----
+
+
+def test_rows_of_text_load_the_language_model_without_its_tower(tiny: TinyModels) -> None:
+    policy = policy_at(tiny("qwen3.5-vl"), with_images=None)
+    assert tower_names(policy.causal) == []
+    whole = load_image_text_model(str(tiny("qwen3.5-vl")), dtype=torch.float32)
+    assert tower_names(whole) == ["model.visual"]
+
+
+def test_rows_of_text_train_no_other_names_than_before(tiny: TinyModels) -> None:
+    """Gemma 3 is loaded whole for them, too, and a checkpoint of a run from before has to be read."""
+    policy = policy_at(tiny("gemma3-vl"), with_images=None)
+    assert in_towers(policy, policy.parameters["policy"])
+
+
+def test_a_model_without_a_tower_is_refused_by_its_type(tiny: TinyModels) -> None:
+    with pytest.raises(ValueError, match=r"llama has no vision tower"):
+        policy_at(tiny("llama"))
+
+
+def test_a_model_that_takes_no_features_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    """Llama 3.2 Vision, whose layers attend to what the tower sees; the folder has no weights."""
+    text = {"num_hidden_layers": 1, "hidden_size": 32, "cross_attention_layers": []}
+    vision = {"num_hidden_layers": 1, "num_global_layers": 1, "hidden_size": 32}
+    MllamaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"MllamaForConditionalGeneration takes no features"):
+        load_image_text_model(str(tmp_path), dtype=torch.float32)

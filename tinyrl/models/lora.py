@@ -166,6 +166,9 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
         config.init_lora_weights = True  # the weights are read next; other ways to draw them need data
         if not isinstance(config.target_modules, str):
             config.target_modules = {own_name(name, model) for name in config.target_modules or ()}
+        excluded = config.exclude_modules
+        if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name, _ in model.named_modules()):
+            config.exclude_modules = None  # of a tower, and `model` is the language model alone
         config.rank_pattern = {own_name(name, model): rank for name, rank in (config.rank_pattern or {}).items()}
         config.alpha_pattern = {own_name(name, model): alpha for name, alpha in (config.alpha_pattern or {}).items()}
         check_rank(model, config, what="r")

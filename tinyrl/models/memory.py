@@ -46,5 +46,10 @@ def describe_memory(policy: Policy, *, reward_model: nn.Module | None = None, sa
 
 
 def checkpoint_bytes(policy: Policy) -> int:
-    """Estimate a checkpoint's bytes: trained weights and Adam's two moments in float32, and the run's state."""
-    return 3 * 4 * policy.num_trained + STATE_BYTES
+    """Estimate a checkpoint's bytes: trained weights and Adam's two moments in float32, a whole model's frozen tower,
+    and the run's state.
+    """
+    is_whole = policy.adapters.peft is None
+    trained = {id(parameter) for parameters in policy.parameters.values() for parameter in parameters.values()}
+    frozen = [p for p in policy.causal.parameters() if id(p) not in trained] if is_whole else []
+    return 3 * 4 * policy.num_trained + weight_bytes(frozen) + STATE_BYTES

@@ -36,14 +36,17 @@ def model_card(
     reader: str | None = None,
 ) -> str:
     """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
-    model's weights; None: an adapter. reader: the class that reads it, where AutoModelForCausalLM gives another.
+    model's weights; None: an adapter. reader: the class that reads it, where the library's auto class gives
+    another.
     """
     path = config.model.path
     licence = licence_of(config.model.path)
     is_folder = Path(path).expanduser().is_dir()
     embedded = starter_path(path) is not None
     sources = {hub_name(source) for source in (config.task.data, config.task.eval_data) if source} - {None}
+    tower = config.model.with_images
     front: dict[str, Any] = {
+        "pipeline_tag": "image-text-to-text" if tower else None,
         "library_name": "transformers" if dtype else "peft",
         "base_model": None if is_folder or embedded else path,
         "license": licence if licence and re.fullmatch(r"[a-z0-9.-]+", licence) else None,
@@ -58,7 +61,8 @@ def model_card(
     environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
-        reader=reader or "AutoModelForCausalLM",
+        reader=reader or ("AutoModelForImageTextToText" if tower else "AutoModelForCausalLM"),
+        preparer=("processor", "AutoProcessor") if tower else ("tokenizer", "AutoTokenizer"),
         picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
         front={key: value for key, value in front.items() if value},
         base=Path(path).name if is_folder else path,

@@ -1,0 +1,217 @@
+"""Runs of vision-language models: resumed to the bit, their checkpoints, and exports as other programs read them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image as PILImage
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests import running
+from tests.images import image_file
+from tests.tiny_vision import FAMILIES, tiny_vision
+from tests.training.rows import write_rows
+from tinyrl.models.loading import load_image_text_model, load_tokenizer
+from tinyrl.models.lora import load_start_adapter
+from tinyrl.models.processors import load_processor
+from tinyrl.models.towers import language_parameters
+from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.tools.export import export
+from tinyrl.workers.loading import use_of
+
+FULL = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}
+LORA: dict[str, Any] = {}
+ORDER = sorted(FAMILIES, key=lambda family: family != "smolvlm")  # of which the first is fast
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("vision")
+    return cache(lambda family: tiny_vision(family, root / family))
+
+
+def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """Reward different characters."""
+    return [float(len({*str(completion)})) for completion in completions]
+
+
+def settings(base: Path, rows: Path, *, num_steps: int, **sections: Any) -> Any:
+    """The settings of a run on eight pictures of one colour each, which are written into a folder."""
+    lines = list[dict[str, Any]]()
+    for number in range(8):
+        image_file(rows / f"{number}.png", color=(30 * number, 200, 90), size=(32, 32))
+        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how green?"}]}]
+        lines.append({"prompt": prompt, "image": f"{number}.png", "answer": str(number)})
+    data = str(write_rows(rows / "rows.jsonl", lines))
+    task = {"name": "rows", "data": data, "eval_data": data}
+    more = {
+        "run": {"num_steps": num_steps, "eval_every": 0},
+        "reward": {"functions": [{"use": use_of(partial(letters))}]},
+    }
+    return running.config("grpo", base, task=task, generation={"max_prompt_tokens": 256}, **more, **sections)
+
+
+@pytest.fixture(scope="module")
+def runs(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of one step, by family and whether the whole language part is trained."""
+    root = tmp_path_factory.mktemp("runs")
+
+    def run(family: str, is_full: bool) -> RunDir:
+        sections = FULL if is_full else LORA
+        config = settings(folders(family), root, num_steps=1, **sections)
+        code, done, _ = running.train(config, root, name=f"{family}-{is_full}")
+        assert code == 0
+        return done
+
+    return cache(run)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+@pytest.mark.parametrize("sections", [FULL, LORA], ids=["full", "lora"])
+def test_a_run_that_is_stopped_and_resumed_is_bit_equal(
+    folders: Any, family: str, sections: dict[str, Any], tmp_path: Path
+) -> None:
+    config = settings(folders(family), tmp_path, num_steps=3, grpo={"kl_coef": 0.1}, **sections)
+    code, whole, looks = running.train(config, tmp_path, name="whole")
+    assert code == 0
+    code, stopped, _ = running.train(config, tmp_path, name="stopped", stop_at=int(looks * 0.8))
+    assert code == 75
+    assert running.go_on(stopped) == 0
+    assert running.lasting(stopped) == running.lasting(whole)
+    mine, its = running.weights(whole, 3), running.weights(stopped, 3)
+    assert mine.keys() == its.keys()
+    assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_a_full_checkpoint_is_of_the_class_that_the_base_names(folders: Any, runs: Any, family: str) -> None:
+    saved = runs(family, True).checkpoints / "step-000001"
+    names = [json.loads((folder / "config.json").read_text())["architectures"] for folder in (saved, folders(family))]
+    assert names[0] == names[1]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_a_full_checkpoint_has_the_base_s_tower_to_the_bit(folders: Any, runs: Any, family: str) -> None:
+    saved = load_image_text_model(str(runs(family, True).checkpoints / "step-000001"), dtype=torch.float32)
+    base = load_image_text_model(str(folders(family)), dtype=torch.float32)
+    ours, theirs = saved.state_dict(), base.state_dict()
+    moved = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
+    assert moved
+    assert moved <= language_parameters(saved).keys() | {"lm_head.weight"}  # which may be the embedding
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
+def test_a_checkpoint_has_the_processor_as_it_was_loaded(folders: Any, runs: Any, is_full: bool) -> None:
+    saved = runs("smolvlm", is_full).checkpoints / "step-000001"
+    for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
+        assert (saved / name).read_bytes() == (folders("smolvlm") / name).read_bytes()
+
+
+def test_config_yaml_says_that_the_model_was_loaded_with_its_tower(runs: Any) -> None:
+    assert runs("smolvlm", False).read_config().model.with_images is True
+
+
+def test_rows_with_images_are_refused_where_the_tower_was_left_out_by_hand(folders: Any, tmp_path: Path) -> None:
+    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"with_images": False})
+    with pytest.raises(ValueError, match=r"model\.with_images=false"):
+        prepare(config)
+
+
+def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path: Path) -> None:
+    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"quantization": "4bit"})
+    with pytest.raises(ValueError, match=r"model\.quantization=4bit"):
+        prepare(config)
+
+
+# Reads a picture as any program would: by the class that config.json names, and by the processor in the same folder.
+# The library reads videos in Qwen's processor, which needs torchvision; so its image part is read, beside the tokens.
+READ = """
+import json, sys, torch, transformers
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+base, adapter, merged, processor_class = sys.argv[1:]
+
+def model_of(folder):
+    named = json.load(open(f"{folder}/config.json"))["architectures"]
+    options = {"dtype": torch.float32, "output_loading_info": True}
+    model, found = getattr(transformers, named[0]).from_pretrained(folder, **options)
+    assert not any(map(len, (found["missing_keys"], found["unexpected_keys"], found["mismatched_keys"]))), found
+    return model.eval()
+
+def inputs_of(folder):
+    processor = getattr(transformers, processor_class).from_pretrained(folder)
+    given = {"images": [Image.open("picture.png")], "return_tensors": "pt"}
+    if processor_class == "AutoProcessor":
+        return processor(text=[open("text").read()], **given)
+    return {**load_file("tokens.safetensors"), **processor(**given)}
+
+with torch.no_grad():
+    found = {"base": model_of(base)(**inputs_of(base)).logits, "merged": model_of(merged)(**inputs_of(merged)).logits}
+    found["adapter"] = PeftModel.from_pretrained(model_of(base), adapter).eval()(**inputs_of(adapter)).logits
+assert "tinyrl" not in sys.modules
+save_file({name: values.contiguous() for name, values in found.items()}, "logits.safetensors")
+"""
+
+
+def write_prompt(base: Path, folder: Path) -> Any:
+    """Write a picture, the text of a prompt with it, and its tokens into a folder; return what a model reads."""
+    generator = torch.Generator().manual_seed(0)
+    colours = torch.randint(0, 256, (32, 32, 3), generator=generator, dtype=torch.uint8)
+    picture = PILImage.fromarray(colours.numpy())
+    picture.save(folder / "picture.png")
+    processor: Any = load_processor(str(base), tokenizer=load_tokenizer(str(base)))
+    parts = [{"type": "image"}, {"type": "text", "text": "sort c b a"}]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    (folder / "text").write_text(text)
+    inputs = processor(images=[picture], text=[text], return_tensors="pt")
+    names = {"input_ids", "mm_token_type_ids"} & inputs.keys()
+    save_file({name: inputs[name] for name in names}, folder / "tokens.safetensors")
+    return inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ORDER)
+def test_exports_are_read_on_a_picture_as_the_policy_is(folders: Any, runs: Any, family: str, tmp_path: Path) -> None:
+    """In a process without tinyrl."""
+    base = folders(family)
+    run = runs(family, False)
+    inputs = write_prompt(base, tmp_path)
+    processor = "AutoImageProcessor" if family.startswith("qwen") else "AutoProcessor"
+    given = [str(base), str(export(str(run.path)).folder), str(export(str(run.path), merge=True).folder), processor]
+    done = subprocess.run([sys.executable, "-c", READ, *given], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "logits.safetensors")
+    own = load_image_text_model(str(base), dtype=torch.float32)
+    policy = load_start_adapter(own, str(run.checkpoints / "step-000001"), with_images=True).eval()
+    with torch.no_grad():
+        ours = policy(**inputs).logits
+    assert (ours - found["base"]).abs().max() > 1e-3
+    torch.testing.assert_close(found["adapter"], ours, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found["merged"], ours, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["smolvlm", "gemma3"])
+def test_a_fully_trained_model_is_exported_whole_with_its_processor(folders: Any, runs: Any, family: str) -> None:
+    run = runs(family, True)
+    folder = export(str(run.path)).folder
+    exported = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    saved = load_image_text_model(str(run.checkpoints / "step-000001"), dtype=torch.float32)
+    ours, theirs = saved.state_dict(), exported.state_dict()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert type(AutoProcessor.from_pretrained(folder)) is type(AutoProcessor.from_pretrained(folders(family)))
