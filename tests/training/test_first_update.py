@@ -25,7 +25,7 @@ from tinyrl.training.grpo import loss_options
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience
 from tinyrl.training.ppo import Ppo
-from tinyrl.training.run import RunState
+from tinyrl.training.run_state import RunState
 from tinyrl.training.step import Pass, Updater, role_optimizers
 
 

@@ -30,7 +30,8 @@ from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience, LossInputs, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
 from tinyrl.training.prompt_sampler import PassRates, PassRecord
-from tinyrl.training.run import Run, RunState
+from tinyrl.training.run import Run
+from tinyrl.training.run_state import RunState
 
 LENGTHS = 8
 

@@ -32,7 +32,8 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.policy_loss import Experience
 from tinyrl.training.ppo import Ppo
 from tinyrl.training.rows import Example
-from tinyrl.training.run import Run, RunState
+from tinyrl.training.run import Run
+from tinyrl.training.run_state import RunState
 from tinyrl.training.step import Pass, Updater
 
 A2C = {"preset": "a2c", "num_epochs": 1, "minibatch_size": None}

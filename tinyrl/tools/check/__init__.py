@@ -154,7 +154,7 @@ def _start(prepared: PreparedRun, options: Options) -> tuple[OnPolicy | RowMetho
     """
     from tinyrl.rollout.load import resolve_threads  # with torch
     from tinyrl.training.load import load_method
-    from tinyrl.training.saves import check_saves
+    from tinyrl.training.saver import check_saves
     from tinyrl.training.step import schedule_notes
 
     method = load_method(prepared, options=options)

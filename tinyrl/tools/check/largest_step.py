@@ -32,7 +32,8 @@ from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.load import make_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
-from tinyrl.training.run import Run, RunState, out_of_memory_stops
+from tinyrl.training.run import Run, out_of_memory_stops
+from tinyrl.training.run_state import RunState
 from tinyrl.workers.values import RowResults
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
