@@ -49,7 +49,7 @@ from tinyrl.generation.sample import (
     token_rewards_of,
 )
 from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.generation.scoring import score
+from tinyrl.generation.scoring import logprobs_of_text
 from tinyrl.rollout.collect import prepare_rows
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.answers import render_answer
@@ -119,7 +119,7 @@ def test_a_conversation_that_continues_is_one_row_of_what_was_sampled(server: Ru
     read = [token for token, kept in zip(row.response, row.mask, strict=True) if not kept]
     assert str(live.tokenizer.decode(chosen[:6], skip_special_tokens=True)).startswith(first["content"][:3])
     assert "<user>and?" in live.tokenizer.decode(read)
-    whole = score(live.engine.policy, [*row.prompt, *row.response], role="policy", temperature=1.0)[0]
+    whole = logprobs_of_text(live.engine.policy, [*row.prompt, *row.response], role="policy", temperature=1.0)[0]
     scored = whole[len(row.prompt) :]
     ours, theirs = ([p for p, kept in zip(each, row.mask, strict=True) if kept] for each in (row.logprobs, scored))
     assert ours == pytest.approx(theirs, abs=1e-5)

@@ -17,7 +17,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs
-from tinyrl.generation.scoring import score
+from tinyrl.generation.scoring import logprobs_of_text
 
 PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
 LONG = list(range(20, 50))
@@ -149,7 +149,7 @@ def answer_to(live: LiveScheduler, prompt: list[int], row: int = 0, *, limit: in
     client = Client(prompt, row=row, limit=limit)
     live.submit([client])
     answer = client.answer()
-    scored, _ = score(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
+    scored, _ = logprobs_of_text(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
     assert scored[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-4)
     return answer.response
 

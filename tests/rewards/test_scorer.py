@@ -12,9 +12,9 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.process.errors import ExplainedByCheck, GuardStop
+from tinyrl.rewards.failures import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, prepare_prompts
 

@@ -333,12 +333,12 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: Tin
         got = policy.value_head(last_states(policy.backbone("critic"), batch))
     if lora:
         with torch.no_grad(), policy.acting("reward"):
-            wanted = policy.scores(batch).tolist()
+            wanted = policy.reward_scores(batch).tolist()
     else:
         folder = str(run.checkpoints / "step-000005")
         model = load_reward_model(folder, dtype=torch.float32, label=None, device=torch.device("cpu"))
         texts = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-        wanted = model.scores(texts, micro_batches=MicroBatches(torch.device("cpu"), 512))
+        wanted = model.reward_scores(texts, micro_batches=MicroBatches(torch.device("cpu"), 512))
     assert got.tolist() == pytest.approx(wanted, abs=1e-5)
     assert abs(wanted[0] - wanted[1]) > 1e-3
     assert policy.critic_kind == ("adapter" if lora else "separate")

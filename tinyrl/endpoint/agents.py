@@ -83,14 +83,8 @@ class AgentRunner:
             {"row": {"prompt": p.prompt, **p.row}, "base_url": listening.url, "api_key": key, "model": MODEL}
             for p, key in zip(each, named, strict=True)
         ]
-        endpoint.episodes = named
-        try:
+        with endpoint.serving(named):
             played = self.environment.play(jobs, ended=lambda place: episodes[place].end())
-        finally:
-            for episode in episodes:
-                episode.end()
-            endpoint.episodes = {}
-            endpoint.scheduler.release()
         failures = {failure.row: failure.reason for failure in played.failures}
         return [
             self._sample_of(episode, prompt, text=text or "", failure=failures.get(place))

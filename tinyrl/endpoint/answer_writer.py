@@ -21,7 +21,7 @@ from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.environments.tool_calls import ToolCall
 from tinyrl.generation.engine import SampledRole
 from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.generation.scoring import score
+from tinyrl.generation.scoring import logprobs_of_text
 from tinyrl.tasks.call_forms import CallForm
 from tinyrl.text import IncrementalDetokenizer
 
@@ -143,7 +143,7 @@ class AnswerWriter:
         prompt = sequence.prompt
         tokens = [*prompt, *sequence.tokens]
         job = partial(
-            score,
+            logprobs_of_text,
             self.scheduler.engine.policy,
             tokens,
             role=self.models[answer.body.model],

@@ -24,7 +24,8 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -132,6 +133,20 @@ class Endpoint:
         # A page in a browser may send here under a name of its own that leads to this machine.
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    @contextmanager
+    def serving(self, episodes: dict[str, AgentEpisode]) -> Iterator[None]:
+        """Answer the agents of these episodes, by the key that each brings; at the end the episodes are over, and the
+        scheduler keeps nothing of them.
+        """
+        self.episodes = episodes
+        try:
+            yield
+        finally:
+            for episode in episodes.values():
+                episode.end()
+            self.episodes = {}
+            self.scheduler.release()
 
     # ---- requests ----
 

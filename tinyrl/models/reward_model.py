@@ -64,7 +64,9 @@ class SequenceRewardModel:
         self.num_ids = embedding_rows(model)
 
     @torch.inference_mode()
-    def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
+    def reward_scores(
+        self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE
+    ) -> list[float]:
         """Return the chosen label's logit of each row; tokens without an embedding (an image's) are left out."""
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
         items = examples(tokens, [[] for _ in tokens])

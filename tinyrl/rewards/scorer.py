@@ -28,11 +28,11 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
+from tinyrl.rewards.failures import PROMPT_CHARS
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
-from tinyrl.rewards.scores import PROMPT_CHARS
-from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
@@ -410,7 +410,7 @@ class Scorer:
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
                 rows.append(reward_tokens(self.model.tokenizer, p.question, text, **how))
-            scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
+            scores = self.model.reward_scores(rows, micro_batches=self.micro_batches, world=world)
         scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
         unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
         return RowResults(
@@ -431,7 +431,7 @@ class Scorer:
 
         def run(part: list[int]) -> None:
             batch = policy.batch_of([items[i] for i in part], last_tokens=True)
-            scores[part] = policy.scores(batch).double().cpu()
+            scores[part] = policy.reward_scores(batch).double().cpu()
 
         with policy.acting("reward"):
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)

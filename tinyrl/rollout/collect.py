@@ -17,7 +17,6 @@ from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import EpisodeRunner
-from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.memory import describe_memory
 from tinyrl.models.policy import Policy
@@ -96,7 +95,7 @@ class Collector:
         prompts = [prompt.tokens for prompt in self.train_prompts]
         policy = self.policy
         temperature = config.generation.temperature
-        check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.run_device.autocast)
+        policy.check_reference(prompts[:4], temperature=temperature)
         if not self.world.is_main:  # rank 0 calls the rewards
             return []
         self.scorer.start()

@@ -124,7 +124,7 @@ class RewardModel(RowMethod):
 
     def score_batch(self, batch: Batch) -> Tensor:
         """Score a batch: (n, 2) of chosen and rejected, or (n, 1)."""
-        return self.policy.scores(batch).view(-1, len(batch.items)).T
+        return self.policy.reward_scores(batch).view(-1, len(batch.items)).T
 
     def score_examples(self, examples: list[Example], *, among: World | None = None) -> Tensor:
         """Score any number of examples, without gradient, on the CPU."""

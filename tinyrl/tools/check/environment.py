@@ -17,7 +17,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Replies, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
-from tinyrl.rewards.scores import MAX_FAILED_SHARE
+from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task

@@ -22,9 +22,9 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
+from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
-from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
