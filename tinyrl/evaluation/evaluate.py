@@ -125,7 +125,7 @@ def _evaluate(
     repeated = [p for p in prompts for _ in range(samples)]
     transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
     tokens = [answer.response for answer in answers]
-    if verdicts is None and task.verify is not None:
+    if verdicts is None and task.has_verifier:
         verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
     if verdicts is not None:
         final = task.answers(scorer.answers(repeated, tokens, transcripts), [prompt.row for prompt in repeated])

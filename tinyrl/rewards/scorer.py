@@ -37,6 +37,7 @@ from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
+from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
@@ -127,12 +128,12 @@ class Scorer:
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
             self.functions.append(JudgeReward(f, **how) if f.is_judge else FunctionReward(f.use, **how))
-        self.verifier = verifier_of(task, timeout_s=config.timeout_s) if task.verify is not None else None
+        self.verifier = verifier_of(task, timeout_s=config.timeout_s) if task.has_verifier else None
         self.workers: list[WorkerFunction | JudgeReward] = [*self.functions]
         if self.verifier is not None:
             self.workers.append(self.verifier)
-        if task.own is not None:
-            self.workers.append(task.own.worker)
+        if isinstance(task, OwnTask):
+            self.workers.append(task.code.worker)
         self.has_model = config.model is not None
         self.model_format = TextFormat()  # how the reward model reads prompts
         if model is not None:
@@ -143,8 +144,8 @@ class Scorer:
         elif config.model is not None:
             self.model_format = TextFormat.of_adapter(config.model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
-        self.uses_verifier = config.is_verifier and (needed or task.verify is not None)
-        if self.uses_verifier and task.verify is None:
+        self.uses_verifier = config.is_verifier and (needed or task.has_verifier)
+        if self.uses_verifier and not task.has_verifier:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"

@@ -58,8 +58,7 @@ def check_task(config: Config, task: Task) -> None:
     """Raise ValueError where a task needs rows and has none, or has episodes and the method takes given answers."""
     if not config.samples or task.name == "rows":
         check_data_given(config)
-    has_episodes = task.respond is not None or task.environment is not None
-    if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
+    if config.method == "distill" and config.distill.on_policy_fraction < 1 and task.has_turns:
         fraction = config.distill.on_policy_fraction
         raise Refusal(
             ("distill.on_policy_fraction", "task.name"),

@@ -40,6 +40,7 @@ from tinyrl.data.rows import (
 from tinyrl.runs.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
+from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.task import Task
 from tinyrl.text import first_line, join_truncated
 
@@ -168,7 +169,8 @@ def code_reads_columns(config: Config, task: Task) -> bool:
     environment = config.environment
     functions = [function for function in config.reward.functions if not function.is_judge]
     has_environment = environment.name is not None and environment.name not in BUILT_IN_ENVIRONMENTS
-    return bool(task.own or functions or has_environment or environment.tools or environment.agent)
+    is_own = isinstance(task, OwnTask)
+    return bool(is_own or functions or has_environment or environment.tools or environment.agent)
 
 
 def check_data_given(config: Config) -> None:
@@ -257,14 +259,12 @@ class Prompts(RowKind):
         task = self.task
         if "prompt" in task.columns:
             placed = [(place, at_place(place, with_prompt, row)) for place, row in placed]
-        if task.own is not None:
-            task.own.prepare([row for _, row in placed])
+        task.prepare([row for _, row in placed])
         for place, row in placed:
             at_place(place, self.check, row)
         names = list(dict.fromkeys(name for _, row in placed for name in row))
         rows = [{name: row.get(name) for name in names} for _, row in placed]
-        if task.own is not None:
-            task.own.prepare(rows)  # those that have got another column
+        task.prepare(rows)  # those that have got another column
         return rows
 
     def check(self, row: Row) -> None:

@@ -332,7 +332,7 @@ class PrivilegedPrompt:
         scores = torch.tensor([sample.scores for sample in samples])
         if scorer.uses_verifier:  # the first reward, as no function and no model is named then
             scores = scores[:, 0]
-        elif collector.task.verify is not None:
+        elif collector.task.has_verifier:
             transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
             prompts = [self.by_index[sample.row] for sample in samples]
             responses = [sample.response for sample in samples]

@@ -265,13 +265,13 @@ def functions_of(config: Config, task: Task) -> list[FunctionReward]:
     """Return the reward functions of a run, not started: those of the settings, or the task's verifier."""
     reward = config.reward
     if reward.is_verifier:
-        return [] if task.verify is None else [verifier_of(task, timeout_s=reward.timeout_s)]
+        return [verifier_of(task, timeout_s=reward.timeout_s)] if task.has_verifier else []
     used = [function for function in reward.functions if not function.is_judge]
     return [FunctionReward(of.use, weight=of.weight, timeout_s=reward.timeout_s) for of in used]
 
 
 def has_environment(config: Config, task: Task) -> bool:
-    return bool(config.environment.name or config.environment.tools or task.respond or task.environment)
+    return bool(config.environment.name or config.environment.tools or task.has_turns)
 
 
 def other_source(config: Config, task: Task) -> str:
@@ -311,7 +311,7 @@ class TextScorer:
         self.scored_rows = 0
         self.failed_rows = 0
         facts = [function.start() for function in functions]
-        wants_ids = any(IDS in [*(of["parameters"] or []), *of["required"]] for of in facts)
+        wants_ids = any(IDS in [*(of.parameters or []), *of.required] for of in facts)
         self.tokenizer = tokenizer_of(config) if wants_ids else None
 
     def __call__(self, where: Iterable[int], texts: list[str]) -> list[float]:
