@@ -16,7 +16,7 @@ from tests.running import LookedAt
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.rewards.scores import describe_failures
+from tinyrl.training.failing_rewards import describe_failures
 from tinyrl.workers import calls, process
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.sections import GenerationConfig, starter_path
-from tinyrl.text import is_address, mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address, mask_url
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config

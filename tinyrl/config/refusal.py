@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url
 
 
 class Refusal(ValueError):

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from tinyrl.config.marks import Names, OnlyIf, OnlyKeeps, RunKind
 from tinyrl.config.task_files import has_turns, searches
-from tinyrl.text import is_address, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address
 
 MOST = 1_000_000_000  # of a count: more is a slip, and products of it overflow
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later

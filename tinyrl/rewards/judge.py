@@ -44,7 +44,8 @@ from tinyrl.rewards.rubric import read_rubric
 from tinyrl.rewards.trial import JUDGED_ANSWERS
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url
 from tinyrl.workers.process import Printed
 from tinyrl.workers.values import RowFailure, RowResults
 

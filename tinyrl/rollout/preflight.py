@@ -18,7 +18,8 @@ from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of
 from tinyrl.tasks.run_rows import check_data_given
-from tinyrl.text import is_address, mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address, mask_url
 from tinyrl.workers.loading import parse_use
 
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process

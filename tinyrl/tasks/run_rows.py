@@ -37,7 +37,7 @@ from tinyrl.data.rows import (
     train_eval_split,
     trained_on_too,
 )
-from tinyrl.runs.counting import without_collection
+from tinyrl.process.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
 from tinyrl.tasks.own import OwnTask

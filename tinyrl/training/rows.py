@@ -23,8 +23,8 @@ from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable
+from tinyrl.process.counting import counted
 from tinyrl.rollout.collect import template_warnings
-from tinyrl.runs.counting import counted
 from tinyrl.tasks.answers import NotContinuedError, render_answer, thinking_variables
 from tinyrl.tasks.prompts import (
     LongText,

@@ -24,13 +24,13 @@ from tinyrl.formatting import format_number
 from tinyrl.nan import mean
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
-from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import one_line
 from tinyrl.tools.check.section import CheckSection
+from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
 from tinyrl.workers.values import RowResults
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Scores of a batch: what happens when too many rows have none."""
+"""Failing rewards: stop a run where too many rows of its batches have no score, and describe why."""
 
 import re
 from collections import Counter
