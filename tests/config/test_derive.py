@@ -80,6 +80,29 @@ def test_a_whole_section_over_a_run_is_the_section_of_a_new_run() -> None:
     assert changed == new("grpo", grpo={"preset": "rloo"})
 
 
+# ---- a refused value that was derived ----
+
+
+def test_a_refused_value_of_a_preset_names_the_preset(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("task: {name: sort}\ngrpo:\n  preset: rloo\n")
+    with pytest.raises(ValueError, match=r"`grpo.advantage` follows from grpo.preset=rloo \(.*mine.yaml:3\)"):
+        load_config("grpo", str(recipe), overrides=["grpo.group_size=1"])
+
+
+def test_a_value_that_a_fork_s_preset_brings_is_refused_at_that_override() -> None:
+    run = as_a_run(new("grpo", grpo={"preset": "reinforce++", "group_size": 1}))
+    refused = r"^override 'grpo.preset=rloo': .*`grpo.advantage` follows from grpo.preset=rloo"
+    with pytest.raises(ValueError, match=refused):
+        derive_over(run, ["grpo.preset=rloo"])
+
+
+def test_a_refused_default_follows_from_nothing() -> None:
+    with pytest.raises(ValueError, match=r"grpo\.advantage=group") as refused:
+        new("grpo", "grpo.group_size=1")
+    assert "follows" not in str(refused.value)
+
+
 # ---- what is not derived anew ----
 
 
