@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written
+from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written, with_num_steps
 from tinyrl.config.given import Given
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.recipe import dump_config, dump_given, load_config, load_written_config
@@ -78,6 +78,14 @@ def test_null_is_a_value_of_a_minibatch_and_not_a_request() -> None:
 def test_a_whole_section_over_a_run_is_the_section_of_a_new_run() -> None:
     changed = derive_over(as_a_run(new("grpo", grpo={"num_prompts": 4})), ["grpo={preset: rloo}"])
     assert changed == new("grpo", grpo={"preset": "rloo"})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (2, 5), (0.1, 1), (None, 7)])
+def test_epochs_are_rounded_up_to_whole_steps(epochs: float | None, steps: int) -> None:
+    """10 rows, 4 of them a step: an epoch is 2.5 steps."""
+    run = {"num_steps": 7} if epochs is None else {"epochs": epochs}
+    config = new("grpo", run=run)
+    assert with_num_steps(config, rows=10, of_step=4).run.num_steps == steps
 
 
 # ---- a refused value that was derived ----

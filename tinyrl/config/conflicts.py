@@ -329,3 +329,14 @@ def training_conflicts(config: Config) -> Iterator[Refusal]:
         yield Refusal(("generation.top_k",), f"generation.top_k={generation.top_k} {why}")
     if config.samples and generation.top_p != fields["top_p"].default:
         yield Refusal(("generation.top_p",), f"generation.top_p={generation.top_p} {why}")
+
+
+# ---- rows ----
+
+
+def check_data_given(config: Config) -> None:
+    """Raise Refusal for a method that learns from rows, without task.data."""
+    if config.task.data is None:
+        raise Refusal(
+            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
+        )

@@ -7,8 +7,10 @@ a run's configuration is derived anew, so a resume without overrides is of confi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -176,6 +178,17 @@ def derive(given: Given, facts: FactsOf = no_facts, *, missing: Sequence[str] = 
         _check_effect(config, given)
         raise_first(contradictions(config))
     return config
+
+
+def with_num_steps(config: Config, *, rows: int, of_step: int) -> Config:
+    """Return the configuration with the run.num_steps that run.epochs gives: passes over `rows` training rows,
+    `of_step` of them a step. The configuration itself where run.epochs is null.
+    """
+    epochs = config.run.epochs
+    if epochs is None:
+        return config
+    num_steps = math.ceil(Fraction(str(epochs)) * rows / of_step)
+    return config.model_copy(update={"run": config.run.model_copy(update={"num_steps": num_steps})})
 
 
 def check_overrides(method: str, overrides: Sequence[str]) -> None:

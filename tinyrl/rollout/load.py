@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.derive import with_num_steps
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import with_num_steps
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine

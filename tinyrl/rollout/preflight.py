@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tinyrl.config.conflicts import training_conflicts
+from tinyrl.config.conflicts import check_data_given, training_conflicts
 from tinyrl.config.marks import Named
 from tinyrl.config.refusal import Refusal, raise_first
 from tinyrl.config.schema import Config
@@ -17,7 +17,6 @@ from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of
-from tinyrl.tasks.run_rows import check_data_given
 from tinyrl.text import truncate
 from tinyrl.urls import is_address, mask_url
 from tinyrl.workers.loading import parse_use

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinyrl.config.refusal import Refusal
+from tinyrl.config.conflicts import check_data_given
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import (
@@ -171,14 +171,6 @@ def code_reads_columns(config: Config, task: Task) -> bool:
     has_environment = environment.name is not None and environment.name not in BUILT_IN_ENVIRONMENTS
     is_own = isinstance(task, OwnTask)
     return bool(is_own or functions or has_environment or environment.tools or environment.agent)
-
-
-def check_data_given(config: Config) -> None:
-    """Raise Refusal for a method that learns from rows, without task.data."""
-    if config.task.data is None:
-        raise Refusal(
-            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
-        )
 
 
 def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:

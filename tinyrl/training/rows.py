@@ -14,10 +14,11 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
+from tinyrl.config.derive import with_num_steps
 from tinyrl.data.formats import EQUAL, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, with_num_steps
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
 from tinyrl.data.turns import Side
 from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
