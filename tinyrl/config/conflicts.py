@@ -295,14 +295,14 @@ def _method_contradictions(config: Config) -> Iterator[Refusal]:
         path = truncate(mask_url(str(teacher.path)))
         yield Refusal(
             ("teacher.quantization", "teacher.path"),
-            f"teacher.quantization={teacher.quantization} is of a model of its own, and teacher.path={path} is none",
+            f"teacher.quantization={teacher.quantization} is for a separate model, and teacher.path={path} is not one",
         )
     if config.method == "ppo" and ppo.target_kl is not None and ppo.kl_coef == 0:
         yield Refusal(
             ("ppo.target_kl", "ppo.kl_coef"),
             f"ppo.target_kl={ppo.target_kl} adapts ppo.kl_coef by a factor, and ppo.kl_coef=0 stays 0",
         )
-    given_answers = f"distill.on_policy_fraction={fraction} takes given answers, which are no episodes of"
+    given_answers = f"distill.on_policy_fraction={fraction} takes given answers, which are not episodes of"
     if config.method == "distill" and fraction < 1 and environment.name:
         yield Refusal(
             ("distill.on_policy_fraction", "environment.name"), f"{given_answers} environment.name={environment.name}"

@@ -201,7 +201,7 @@ def check_overrides(method: str, overrides: Sequence[str]) -> None:
                 raise REMOVED[setting].refusal(setting, text)
             own = METHODS[method].section
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise Refusal((setting,), f"`{section}` is no section of `train {method}`.{meant}")
+            raise Refusal((setting,), f"`{section}` is not a section of `train {method}`.{meant}")
 
 
 def kept_against(config: Config, facts: FactsOf = no_facts) -> Iterator[str]:

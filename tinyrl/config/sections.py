@@ -333,7 +333,7 @@ class RewardConfig(Section):
         default=None, description="index or name of the label whose score counts"
     )
     timeout_s: PositiveFloat = Field(
-        default=60.0, description="time limit of a call of the reward functions, in seconds"
+        default=60.0, description="time limit per call of the reward functions, in seconds"
     )
     truncated: Truncated = Field(
         default="keep", description="truncated completions: keep, mask in the loss, or penalize by subtracting 1"
@@ -415,7 +415,9 @@ class GenerationConfig(Section):
     server_sleep: Annotated[bool, ON_SERVER] = Field(
         default=False, description="put a server on the same GPU to sleep between rollouts"
     )
-    max_rows: Positive | None = Field(default=None, description="maximum completions decoded at a time; null: all")
+    max_rows: Positive | None = Field(
+        default=None, description="maximum number of completions decoded at once; null: all"
+    )
 
 
 class OptimConfig(Section):

@@ -51,7 +51,7 @@ class Environment:
         return transcript
 
     def as_completion(self, text: str, prompt: Prompt) -> Any:
-        """Return a text that nobody played, such as a gold answer, in the form of `completion`."""
+        """Return a text that nobody played, such as a reference answer, in the form of `completion`."""
         return [{"role": "assistant", "content": text}]
 
 

@@ -114,7 +114,7 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
         return None, f"gave the reward {problem}"
     results = getattr(value, "results", ())
     if not isinstance(results, list | tuple) or not all(isinstance(result, str) for result in results):
-        return None, "gave results that are no list of texts"
+        return None, "gave results that are not a list of texts"
     shown = [result[:MAX_TEXT_CHARS] for result in results]
     invalid, tool_error = (bool(getattr(value, name, False)) for name in ("invalid", "tool_error"))
     return [text[:MAX_TEXT_CHARS], done, number, invalid, shown, tool_error], ""

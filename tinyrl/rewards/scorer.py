@@ -225,7 +225,7 @@ class Scorer:
 
     def check(self, prompts: list[PreparedPrompt]) -> tuple[list[str], list[str]]:
         """Try the rewards before step 1; return notes and warnings. Raises ExplainedByCheck where all completions would
-        fail or a judge does not tell gold answers from others, ValueError where a judge does not answer.
+        fail or a judge does not tell reference answers from others, ValueError where a judge does not answer.
         """
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
@@ -238,9 +238,9 @@ class Scorer:
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
-        """Score the first prompt's gold answer, an empty completion and nonsense, as training would; return what is
-        wrong: the gold answer gets no score or does not win. Raises ExplainedByCheck where a function fails on all
-        three, and on those of the next few prompts.
+        """Score the first prompt's reference answer, an empty completion and nonsense, as training would; return what
+        is wrong: the reference answer gets no score or does not win. Raises ExplainedByCheck where a function fails on
+        all three, and on those of the next few prompts.
         """
         rewards = list[float]()
         why = ""
@@ -257,17 +257,17 @@ class Scorer:
             if len(failed) < TRIED_ANSWERS or not (self.functions or self.uses_verifier):
                 break
         else:
-            what = "the gold answer, nothing and nonsense" if has_gold else "nothing and nonsense"
+            what = "the reference answer, nothing and nonsense" if has_gold else "nothing and nonsense"
             raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}")
         self.forget()
         gold, *rivals = rewards
         if not has_gold:
             return None
         if math.isnan(gold):
-            return "the gold answer gets no score" + (f": {why}" if why else "")
+            return "the reference answer gets no score" + (f": {why}" if why else "")
         if any(gold <= rival for rival in rivals):
             empty, nonsense = (f"({rival:.3g})" for rival in rivals)
-            return f"the gold answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
+            return f"the reference answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
         return None
 
     def __call__(

@@ -1,15 +1,15 @@
 """How much of a reward is tried before step 1, in numbers that are known without a model.
 
-Scorer.check scores the gold answer, nothing and nonsense of the first prompt, and of the next few where the function
-fails on all three. A judge is asked too how it tells gold answers from others.
+Scorer.check scores the reference answer, nothing and nonsense of the first prompt, and of the next few where the
+function fails on all three. A judge is asked too how it tells reference answers from others.
 """
 
 from typing import Literal
 
 TRIED_PROMPTS = 4  # whose answers all fail before a run is refused: the row of one may be at fault
-TRIED_ANSWERS = 3  # to each: the gold answer, nothing, nonsense
-JUDGED_ROWS = 8  # with gold answers, on which a judge is tried
-JUDGED_ANSWERS = 4  # to each: the gold answer, another row's, nothing, nonsense
+TRIED_ANSWERS = 3  # to each: the reference answer, nothing, nonsense
+JUDGED_ROWS = 8  # with reference answers, on which a judge is tried
+JUDGED_ANSWERS = 4  # to each: the reference answer, another row's, nothing, nonsense
 
 
 def most_questions(mode: Literal["score", "rank"]) -> int:

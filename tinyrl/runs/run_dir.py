@@ -218,7 +218,7 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
         raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
+        raise ValueError(f"--output-dir {root}: {folder} is not a folder that can be written to")
     if name is None or not os.path.lexists(path := root / name):
         return
     try:

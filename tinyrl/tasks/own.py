@@ -84,7 +84,9 @@ class OwnCode:
         return rows
 
     def prepare(self, rows: list[Row]) -> None:
-        """Find prompts and gold answers of rows, many in a call; `prompt` and `gold` raise what is wrong with one."""
+        """Find prompts and reference answers of rows, many in a call; `prompt` and `gold` raise what is wrong with
+        one.
+        """
         unknown = {key: row for row in rows if (key := row_key(row)) not in self._prepared}
         keys = [*unknown]
         for start in range(0, len(keys), CALL_ROWS):

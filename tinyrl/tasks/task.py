@@ -1,4 +1,4 @@
-"""What a task is: its rows, prompts, gold answers, verifier, and replies between turns."""
+"""What a task is: its rows, prompts, reference answers, verifier, and replies between turns."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ FUNCTIONS = ("verify", "check_reference", "answer", "respond", "asking_turn", "g
 
 @dataclass(frozen=True)
 class OwnTaskFacts:
-    """Facts about a user task: its fields that are no functions, and which of FUNCTIONS it has."""
+    """Facts about a user task: its fields that are not functions, and which of FUNCTIONS it has."""
 
     name: str
     summary: str
@@ -129,7 +129,7 @@ def _plain_rows(rows: Any) -> list[Row]:
 
 
 def _prepared(task: Task, row: Row) -> list[Any]:
-    """Return a row's prompt and gold answer, what is wrong with the row, and what is wrong with it for the verifier."""
+    """Return a row's prompt and reference answer, and what is wrong with it: for the task, and for the verifier."""
     try:
         prompt = prompt_of(task.prompt(row))
         gold = task.gold(row)

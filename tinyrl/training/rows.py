@@ -115,7 +115,7 @@ class RowMethod(Method):
     @property
     def limit(self) -> tuple[int, str]:
         """Return most tokens of an example, and what limits them."""
-        return self.policy.positions, f"the model's {self.policy.positions} positions"
+        return self.policy.positions, f"the model's context length of {self.policy.positions}"
 
     @property
     def batch_size(self) -> int:

@@ -79,8 +79,9 @@ class Teacher:
         """Raise ValueError where a sampled text of the run may have more tokens than the teacher has positions."""
         if self.longest_text > self.positions:
             raise ValueError(
-                f"teacher.path={self.config.path} has {self.positions} positions, and a prompt with its response may "
-                f"have {self.longest_text} tokens here: lower generation.max_new_tokens or generation.max_prompt_tokens"
+                f"teacher.path={self.config.path} has a context length of {self.positions}, and a prompt with its "
+                f"response may have {self.longest_text} tokens here: lower generation.max_new_tokens or "
+                "generation.max_prompt_tokens"
             )
 
     def prompts(self, samples: list[Sample]) -> Sequence[list[int] | None]:
