@@ -23,6 +23,7 @@ from tinyrl.runs import checkpoint
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import load_task
+from tinyrl.tasks.own import OwnTask
 from tinyrl.tools.export import export
 from tinyrl.workers import calls
 
@@ -181,5 +182,5 @@ def test_equal_answers_of_an_own_task_are_one_vote(tmp_path: Path) -> None:
     assert task.answers(["ab", "ac", "", "b", "ad"], [{"word": "ab"}] * 5) == [0, 0, None, 1, 0]
     with verifier_of(task, timeout_s=5) as verifier:
         assert verifier(["p"], ["aab"], {"word": ["ab"], "answer": ["a"]}).values == [2.0]
-    assert task.own is not None
-    task.own.worker.close()
+    assert isinstance(task, OwnTask)
+    task.code.worker.close()

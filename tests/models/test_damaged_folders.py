@@ -259,7 +259,7 @@ def in_index(**changes: Any) -> Damage:
 def test_a_faulty_index_is_named(damage: Damage, sharded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(sharded, tmp_path / "model")
     damage(folder)
-    with pytest.raises(ValueError, match=rf"{INDEX}(:| is no JSON)"):
+    with pytest.raises(ValueError, match=rf"{INDEX}(:| is not JSON)"):
         load_causal_lm(str(folder), dtype=torch.float32)
 
 

@@ -87,7 +87,7 @@ def test_one_label_of_several_and_a_language_model_has_none(tiny: TinyModels):
     for wrong in (None, "Good", 3, -1):
         with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):
             load(folder, wrong)
-    with pytest.raises(ValueError, match=r"is no reward model: its weights have no score.weight"):
+    with pytest.raises(ValueError, match=r"is not a reward model: its weights have no score.weight"):
         load(tiny("llama"))
 
 

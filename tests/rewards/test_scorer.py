@@ -89,7 +89,7 @@ def warning(folder: Path, function: str, *, answer: str | None, others: int = 0)
 
 def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: Path) -> None:
     for function, said in (
-        ("flat", r"the gold answer scores 1, no more than"),
+        ("flat", r"the reference answer scores 1, no more than"),
         ("raises_on_gold", "gets no score: `raises_on_gold` raised ZeroDivisionError"),
         ("raises_on_one_prompt", "raised ZeroDivisionError"),  # its row is at fault: nothing is refused
     ):

@@ -15,8 +15,8 @@ from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.engine import Request
 from tinyrl.generation.plain import PlainEngine
+from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.process.launched import Options
-from tinyrl.text import IncrementalDetokenizer
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 
 TEMPLATE = (

@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tinyrl.runs.counting import counted
+from tinyrl.process.counting import counted
 from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
 PATH_CHARACTERS = 300  # of a path in a sentence: its end is what tells it from others

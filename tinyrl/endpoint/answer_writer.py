@@ -22,8 +22,8 @@ from tinyrl.environments.tool_calls import ToolCall
 from tinyrl.generation.engine import SampledRole
 from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.generation.scoring import logprobs_of_text
+from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.tasks.call_forms import CallForm
-from tinyrl.text import IncrementalDetokenizer
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE writes them
 

@@ -239,7 +239,7 @@ class Endpoint:
         except ValueError as error:
             raise Refused(400, f"the request is not JSON: {error}") from None
         if not isinstance(asked, dict):
-            raise Refused(400, "the request is JSON that is no object")
+            raise Refused(400, "the request is JSON that is not an object")
         return asked
 
     async def _prompts(self, answer: LiveAnswer, episode: AgentEpisode | None) -> list[list[int]]:

@@ -156,7 +156,7 @@ def verifier_metrics(
     transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
     if scorer.uses_verifier:
         verdicts = [answer.scores[0] for answer in answers]
-    elif task.verify is not None:
+    elif task.has_verifier:
         verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
     else:
         return {}

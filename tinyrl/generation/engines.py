@@ -33,7 +33,8 @@ from tinyrl.models.loading import embedding_rows
 from tinyrl.models.lora import POLICY_ADAPTER, is_plain_lora
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
-from tinyrl.text import first_line, mask_url
+from tinyrl.text import first_line
+from tinyrl.urls import mask_url
 
 CACHE_SHARE = 0.4  # of the free memory that the cache may take
 COPY_SHARE = 0.5  # of the free memory that a copy of the weights may take

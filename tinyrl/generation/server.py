@@ -35,7 +35,8 @@ from tinyrl.models.batch import examples
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
 from tinyrl.process.errors import GuardStop, Interrupted
-from tinyrl.text import mask_url, resolve_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url, resolve_url
 
 MODELS = "/v1/models"
 COMPLETIONS = "/v1/completions"

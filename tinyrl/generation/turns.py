@@ -97,7 +97,7 @@ def load_episode_runner(
     """
     section = config.environment
     template = config.task.chat_template_kwargs
-    if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
+    if section.agent is not None or not (section.name or section.tools or task.has_turns):
         return None
     environment = Replies(
         section,

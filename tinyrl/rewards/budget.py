@@ -1,7 +1,7 @@
 """Count the requests that a run may make of its judges. Settings only: it is checked before torch is imported.
 
-Before step 1 Scorer.check scores the gold answer, nothing and nonsense of the first prompt, and of the next few where
-the function fails on all three. A judge is asked too how it tells gold answers from others.
+Before step 1 Scorer.check scores the reference answer, nothing and nonsense of the first prompt, and of the next few
+where the function fails on all three. A judge is asked too how it tells reference answers from others.
 """
 
 import math
@@ -12,9 +12,9 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
 
 TRIED_PROMPTS = 4  # whose answers all fail before a run is refused: the row of one may be at fault
-TRIED_ANSWERS = 3  # to each: the gold answer, nothing, nonsense
-JUDGED_ROWS = 8  # with gold answers, on which a judge is tried
-JUDGED_ANSWERS = 4  # to each: the gold answer, another row's, nothing, nonsense
+TRIED_ANSWERS = 3  # to each: the reference answer, nothing, nonsense
+JUDGED_ROWS = 8  # with reference answers, on which a judge is tried
+JUDGED_ANSWERS = 4  # to each: the reference answer, another row's, nothing, nonsense
 
 
 def judge_requests(config: Config, judge: RewardFunctionConfig) -> int:

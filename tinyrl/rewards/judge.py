@@ -44,7 +44,8 @@ from tinyrl.rewards.budget import JUDGED_ANSWERS
 from tinyrl.rewards.rubric import read_rubric
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url
 from tinyrl.workers.process import Printed
 from tinyrl.workers.values import RowFailure, RowResults
 
@@ -361,7 +362,7 @@ class JudgeReward:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             why = truncate(without_secrets(str(error), self._secrets), MOST_SHOWN)
-            raise EndpointRefusal(f"answered with what is no chat completion ({why})") from None
+            raise EndpointRefusal(f"answered with what is not a chat completion ({why})") from None
 
     def _gone(self, why: str) -> JudgeGone:
         return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
@@ -387,7 +388,7 @@ class JudgeReward:
         return [(score - low) / (high - low)]
 
     def ask_once(self, task: Task, row: Row) -> RowResults:
-        """Ask one question: about a row's gold answer, or an empty one; in `rank` mode beside nonsense."""
+        """Ask one question: about a row's reference answer, or an empty one; in `rank` mode beside nonsense."""
         answers = [str(task.gold(row) or "")]
         if self.config.mode == "rank":
             answers.append(NONSENSE)
@@ -396,8 +397,8 @@ class JudgeReward:
         return self([prompt] * len(texts), texts, row_columns([row] * len(texts)))
 
     def check(self, task: Task, rows: list[Row]) -> str:
-        """Ask about each row's gold answer, another row's, nothing and nonsense; return how often the gold answer got
-        more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
+        """Ask about each row's reference answer, another row's, nothing and nonsense; return how often the reference
+        answer got more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
         """
         golds = [str(task.gold(row)) for row in rows]
         answers = np.array([[gold, golds[i - 1], "", NONSENSE] for i, gold in enumerate(golds)], object)
@@ -408,7 +409,7 @@ class JudgeReward:
         scores = np.reshape(call.values, answers.shape)
         rivals = answers != answers[:, :1]
         auc = mean((0.5 + np.sign(scores[:, :1] - scores) / 2)[rivals].tolist())
-        verdict = f"the judge prefers the gold answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
+        verdict = f"the judge prefers the reference answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
         if math.isnan(auc):
             verdict = "no reply of the judge could be read" + "".join(f": {one.reason}" for one in call.failures[:1])
         if not auc >= LEAST_AUC and not self.config.allow_weak:

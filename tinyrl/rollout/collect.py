@@ -90,7 +90,7 @@ class Collector:
         return most_tokens(self.train_prompts) + self.longest_response
 
     def check(self) -> list[str]:
-        """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
+        """Check the reference at step 0, and the reward on a reference answer; returns lines worth showing."""
         config = self.config
         prompts = [prompt.tokens for prompt in self.train_prompts]
         policy = self.policy

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from tinyrl.generation.sample import Sample, num_episodes
-from tinyrl.text import IncrementalDetokenizer, excerpt
+from tinyrl.models.detokenizer import IncrementalDetokenizer
+from tinyrl.text import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

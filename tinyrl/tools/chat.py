@@ -204,7 +204,9 @@ class ChatSession:
     def _answer(self, prompt: PreparedPrompt, on_text: OnText, *, greedy: bool = False) -> ChatAnswer:
         room = self.policy.positions - len(prompt.tokens)
         if room < 1:
-            raise ValueError(f"{len(prompt.tokens)} tokens fill the model's {self.policy.positions} positions: /reset")
+            raise ValueError(
+                f"{len(prompt.tokens)} tokens fill the model's context length of {self.policy.positions}: /reset"
+            )
         most = min(self.engine.settings.max_new_tokens, room)
         request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
         tokenizer = self.policy.tokenizer

@@ -29,7 +29,7 @@ from tinyrl.data.formats import labelled, preference, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import behind_beginning
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.statistics import label_metrics, pair_metrics
+from tinyrl.evaluation.reward_model import label_metrics, pair_metrics
 from tinyrl.models.batch import Batch, Example, Item
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.packing import common_length

@@ -33,7 +33,7 @@ from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
 
-GOLDS = 64  # gold answers whose lengths are compared with the limit
+GOLDS = 64  # reference answers whose lengths are compared with the limit
 TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
@@ -115,11 +115,11 @@ def check_model(method: OnPolicy | RowMethod, notes: list[str]) -> CheckSection:
 
 
 def _room_for_gold(collector: Collector) -> Check:
-    """Check that most gold answers fit into a completion."""
+    """Check that most reference answers fit into a completion."""
     tokenizer = collector.policy.tokenizer
     golds = [collector.task.gold(prompt.row) for prompt in collector.train_prompts[:GOLDS]]
     lengths = sorted(len(token_ids(tokenizer, str(gold))) for gold in golds if gold is not None)
-    name = "room for gold answers"
+    name = "room for reference answers"
     limit = collector.config.generation.max_new_tokens
     if not lengths or lengths[len(lengths) // 2] <= limit:
         return Check(name, "ok", f"they have at most {lengths[-1]} tokens" if lengths else "there are none")
@@ -127,7 +127,7 @@ def _room_for_gold(collector: Collector) -> Check:
     between = collector.longest_response - limit
     room = collector.policy.positions - most_tokens(collector.train_prompts) - between
     advice = longer_responses(collector.config, (2 * lengths[-1], lengths[-1]), room=room)
-    change = f"Take a model with more positions: prompts leave {room:,} of {collector.policy.positions:,}."
+    change = f"Take a model with a longer context: prompts leave {room:,} of {collector.policy.positions:,}."
     return Check(name, "wrong", said, change if advice is None else f"{advice}.")
 
 
