@@ -36,9 +36,9 @@ from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation import engines
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import CachedEngine, select_engine
 from tinyrl.generation.library_decoder import LibraryDecoder, SampledLinear
+from tinyrl.generation.request import Request
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama
@@ -87,10 +87,12 @@ def test_no_row_is_decoded_beyond_learned_positions(tiny: TinyModels, look_every
     engine.eos = set()
     prompts = [[(7 * i) % 250 + 2 for i in range(length)] for length in (POSITIONS - 2, *[POSITIONS - 12] * 9)]
     limits = [POSITIONS - len(prompt) for prompt in prompts]
-    asked = [Request(p, i, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    alone = [engine.sample([one], 1, seed=0, step=0)[0][0] for one in asked]
+    asked = list[Request]()
+    for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        asked += engine.requests_for(prompt, 1, row=row, seed=0, step=0, limit=limit)
+    alone = [engine.sample([one])[0] for one in asked]
     engine.look_every = look_every
-    together = [group[0] for group in engine.sample(asked, 1, seed=0, step=0)]
+    together = engine.sample(asked)
     assert [len(one.response) for one in together] == limits
     assert [one.response for one in together] == [one.response for one in alone]
 
@@ -175,8 +177,9 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels, name: str, kind
     engine = make_engine(tiny(kind), name, max_new_tokens=16)
     engine.eos = set(range(1, 16))
     together = sample(engine, 4)
-    assert_same([engine.sample([request], 4, seed=0, step=0)[0] for request in requests()], together)
-    assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
+    asked = requests(engine, 4)
+    assert_same([engine.sample(asked[i : i + 4]) for i in range(0, len(asked), 4)], together)
+    assert_same([engine.sample(asked[::-1])[::-1]], [[one for group in together for one in group]])
     engine.max_rows, engine.look_every = 3, 4
     assert_same(sample(engine, 4), together)
 

@@ -21,9 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.generation.decoder import Decoder, WeightLayout, can_share
-from tinyrl.generation.engine import Request, SampledRole, SamplingEngine
+from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.library_decoder import LibraryDecoder, own_weights
 from tinyrl.generation.plain import PlainEngine, next_states
+from tinyrl.generation.request import DecodedSequence, SampledRole
 from tinyrl.generation.scheduler import ADMIT_BELOW, Scheduler
 from tinyrl.generation.server import ServerEngine
 from tinyrl.models.checks import continues_exactly, decodes_exactly, ordinary_ids
@@ -192,11 +193,11 @@ def graphs_agree(engine: CachedEngine) -> bool:
 def draw_few(engine: CachedEngine, *, replays: bool) -> Drawn:
     """Sample sequences of several lengths, with steps replayed from graphs or run eagerly."""
     vocabulary = embedding_rows(engine.policy.causal)
-    requests = [
-        Request(ordinary_ids(vocabulary, 4 + 3 * i, start=100 * i), prompt_row=i, max_new_tokens=tokens)
-        for i, tokens in enumerate(TRIAL_TOKENS)
-    ]
-    sequences = engine.sequences(requests, 2, {"seed": 0, "step": 0})
+    sequences = list[DecodedSequence]()
+    for i, tokens in enumerate(TRIAL_TOKENS):
+        prompt = ordinary_ids(vocabulary, 4 + 3 * i, start=100 * i)
+        requests = engine.requests_for(prompt, 2, row=i, seed=0, step=0, limit=tokens)
+        sequences += [DecodedSequence(request) for request in requests]
     width = max(sequence.room for sequence in sequences)
     with torch.inference_mode(), engine.scheduler("policy", rows=len(sequences), width=width) as scheduler:
         scheduler.replay_steps(replays)
