@@ -12,9 +12,9 @@ import torch
 
 from tests.policies import policy_of
 from tinyrl.config.sections import GenerationConfig
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.drawing import sample_keys, uniforms
 from tinyrl.generation.engine import SamplingEngine
-from tinyrl.generation.engines import CachedEngine
 from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample

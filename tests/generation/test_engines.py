@@ -34,9 +34,10 @@ from tests.generation.sampling import (
 from tests.policies import policy_of
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation import engines
+from tinyrl.generation import cached_engine, engines
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.library_decoder import LibraryDecoder, SampledLinear
 from tinyrl.generation.request import Request
 from tinyrl.models.batch import examples
@@ -216,8 +217,8 @@ def test_few_rows_and_little_memory_give_the_same_samples(
     if kind == "qwen3.5":
         row += 2 * 2 * 2 * 8 * 4 + 2 * (4 * 8 * 8 + 64 * 4) * 4  # a column for padding, states of the two other layers
     engine.max_rows, fits = None, 9
-    for free in (0, 5.5 * row / engines.CACHE_SHARE):
-        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
+    for free in (0, 5.5 * row / cached_engine.CACHE_SHARE):
+        monkeypatch.setattr(cached_engine, "free_bytes", lambda device, free=free: free)
         assert_same(sample(engine, 4), expected, tolerance=1e-4)
     assert made == [2, 1, 5]
 
@@ -337,7 +338,7 @@ def test_a_deterministic_run_on_a_gpu_decodes_as_many_rows_whatever_memory_is_fr
 ):
     """2^25 logits of 151,936; else 0.4 of the free bytes, at 10 a token in rows of 100."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    monkeypatch.setattr("tinyrl.generation.engines.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(cached_engine, "free_bytes", lambda device: 100_000)
     engine: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
     decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), row_bytes=lambda width: 10 * width)
     assert CachedEngine._most_rows(engine, decoder, 100) == rows

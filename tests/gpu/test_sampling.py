@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.generation.sampling import assert_same, make_engine, requests, sample, stir
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.request import DecodedSequence
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import Scheduler, StepGraphs

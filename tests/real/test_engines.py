@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tests import running
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.cached_engine import CachedEngine
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample

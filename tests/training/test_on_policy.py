@@ -20,7 +20,7 @@ from tests import running
 from tests.training.experiences import experience_of
 from tests.training.rows import loaded, trained
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
