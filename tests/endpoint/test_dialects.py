@@ -21,7 +21,7 @@ from tinyrl.endpoint.dialect import EndedChoice, ListedToken, Refused, Usage
 from tinyrl.endpoint.endpoint import Listening
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.responses import Responses
-from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.live import LiveScheduler
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 ROME = CALL.replace("Oslo", "Rome")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from tests.training.rows import loaded, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
@@ -137,7 +139,7 @@ def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Experience
     scores = fields.get("scores", rewards)
     samples = []
     for one, reward, score in zip(right, rewards, scores, strict=True):
-        builder = SampleBuilder(prompt.tokens, row=prompt.index)
+        builder = SampleBuilder(Request(prompt.tokens, np.uint64(0), limit=len(answer), row=prompt.index))
         builder.chose(answer if one else answer[::-1], [0.0] * len(answer))
         samples.append(replace(builder.sample(finish="eos"), reward=reward, scores=[score]))
     return taught(trainer, samples)

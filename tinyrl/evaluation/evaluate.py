@@ -26,7 +26,7 @@ from tinyrl.nan import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
 
 if TYPE_CHECKING:
-    from tinyrl.generation.engine import SampledRole
+    from tinyrl.generation.request import SampledRole
     from tinyrl.rewards.scorer import Scorer
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tinyrl.generation.engine import SampledRole
+from tinyrl.generation.request import SampledRole
 from tinyrl.models.device import HALVES
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.policy import Policy

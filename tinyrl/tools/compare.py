@@ -29,7 +29,7 @@ from tinyrl.evaluation.result import (
 from tinyrl.evaluation.side import OwnSide
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
-from tinyrl.generation.engine import SampledRole
+from tinyrl.generation.request import SampledRole
 from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer

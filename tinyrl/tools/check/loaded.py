@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyrl.config.advice import longer_responses
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
-from tinyrl.generation.engine import Request, SamplingEngine, eos_token_ids
+from tinyrl.generation.engine import SamplingEngine, eos_token_ids
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, apply_length_rules
 from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.batch import Batch, batch_of, examples
@@ -211,8 +212,10 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         exact = partial(_logprobs, policy, rows, temperature, widened=True)
         checks.append(_compared("padded = unpadded", policy, padded, by_themselves, exact))
     if engine is not None and engine.name != "server":
-        requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
-        drawn = [sample for group in engine.sample(requests, 2, seed=0, step=0) for sample in group]
+        requests = list[Request]()
+        for i, prompt in enumerate(prompts):
+            requests += engine.requests_for(prompt, 2, row=i, seed=0, step=0, limit=NEW_TOKENS)
+        drawn = engine.sample(requests)
         batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), device=device)
         cached = pad_sequence([torch.tensor(sample.logprobs) for sample in drawn], batch_first=True)
         rescored = _logprobs(policy, [batch], temperature)
