@@ -7,7 +7,9 @@ Tests compute with one thread, as tiny models are slower with two, and several t
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if name in seen:
             item.add_marker("slow")
         seen.add(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the first test: collect no garbage among the libraries' objects again, and fork the server of children."""
+    gc.collect()
+    gc.freeze()
+    children = sys.modules.get("tests.faults.children")
+    if children is not None and not session.config.option.collectonly:
+        children.start_server()
 
 
 @pytest.fixture(autouse=True)
