@@ -1,7 +1,8 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
 Nothing here imports torch before a test does: of `pytest -n 2` three processes read this file, and one runs no test.
-Runs inside the test process draw no report (it takes longer than they do) unless a test is marked `@pytest.mark.whole`.
+Runs inside the test process draw no report (it takes longer than they do) and wait for no disk (hundreds of runs flush
+some forty times each, of 2 to 10 ms) unless a test is marked `@pytest.mark.whole`.
 Tests compute with one thread, as tiny models are slower with two, and several tests run at a time.
 """
 
@@ -49,12 +50,14 @@ def pytest_runtestloop(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
-    from tests.running import whole_runs
+    from tests.running import wait_for_disk, whole_runs
 
     marked = request.node.get_closest_marker("whole") is not None
     whole_runs(marked)
+    wait_for_disk(marked)
     yield
     whole_runs(False)
+    wait_for_disk(False)
 
 
 @pytest.fixture(autouse=True)
