@@ -5,7 +5,7 @@ prompt once, the head on completion tokens only, a frozen base (its backward pas
 weights) with LoRA.
 
 A product's rate depends on its shape, and on what else the machine does meanwhile: each is measured by the fastest of
-many calls. A floor that is above the step that was measured is no floor, and is refused.
+many calls. A floor that is above the step that was measured is not a floor, and is refused.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.work import read_rows
-from tinyrl.generation.engine import BatchScheduler, SampledRole, SamplingEngine, Sequence
+from tinyrl.generation.engine import BatchScheduler, SamplingEngine
+from tinyrl.generation.request import DecodedSequence, SampledRole
 from tinyrl.rollout import load
 
 
@@ -26,11 +27,11 @@ class GivenScheduler(BatchScheduler):
         self.engine = engine
         self.completions = {prompt: cycle(texts) for prompt, texts in engine.completions.items()}
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[DecodedSequence]:
         ended = list(self.waiting)
         self.waiting.clear()
         for sequence in ended:
-            tokens = next(self.completions[tuple(sequence.prompt)])
+            tokens = next(self.completions[tuple(sequence.request.prompt)])
             logprobs = [0.0] * len(tokens)
             sequence.append(tokens, logprobs, eos=self.engine.eos, tokenizer=self.engine.tokenizer)
         return ended

@@ -1,8 +1,8 @@
 """smolagents' CodeAgent (1.26) as an agent: **it runs the Python that the model writes**, here in tinyrl's sandbox.
 
-smolagents itself says that its local interpreter is no security sandbox. This one has no network, no file, no installed
-package and none of our environment, and takes Linux 5.13 or later with Landlock and seccomp; elsewhere every episode is
-refused before the model is asked. Set: executor, address, key and model. Environment:
+smolagents itself says that its local interpreter is not a security sandbox. This one has no network, no file, no
+installed package and none of our environment, and takes Linux 5.13 or later with Landlock and seccomp; elsewhere every
+episode is refused before the model is asked. Set: executor, address, key and model. Environment:
 `pip install -c constraints.txt -e '.[serve]' smolagents==1.26.0`. The first line makes a model that was taught to play.
 
     python -m tests.agents.teach examples/smolagents_code_agent.py:run taught

@@ -1,13 +1,16 @@
 """Fixtures for test modules of several folders: tiny models made once, and the folder of optional real data.
 
 Nothing here imports torch before a test does: of `pytest -n 2` three processes read this file, and one runs no test.
-Runs inside the test process draw no report (it takes longer than they do) unless a test is marked `@pytest.mark.whole`.
+Runs inside the test process draw no report (it takes longer than they do) and wait for no disk (hundreds of runs flush
+some forty times each, of 2 to 10 ms) unless a test is marked `@pytest.mark.whole`.
 Tests compute with one thread, as tiny models are slower with two, and several tests run at a time.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +38,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         seen.add(name)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Before the first test: collect no garbage among the libraries' objects again, and fork the server of children."""
+    gc.collect()
+    gc.freeze()
+    children = sys.modules.get("tests.faults.children")
+    if children is not None and not session.config.option.collectonly:
+        children.start_server()
+
+
 @pytest.fixture(autouse=True)
 def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
-    from tests.running import whole_runs
+    from tests.running import wait_for_disk, whole_runs
 
     marked = request.node.get_closest_marker("whole") is not None
     whole_runs(marked)
+    wait_for_disk(marked)
     yield
     whole_runs(False)
+    wait_for_disk(False)
 
 
 @pytest.fixture(autouse=True)

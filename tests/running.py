@@ -72,6 +72,7 @@ report: Callable[[Path], object] = write_report
 
 
 _revision = provenance._revision
+_fsync = os.fsync
 
 
 def whole_runs(wanted: bool) -> None:
@@ -79,6 +80,13 @@ def whole_runs(wanted: bool) -> None:
     global report
     report = write_report if wanted else _nothing
     provenance._revision = _revision if wanted else _nothing
+
+
+def wait_for_disk(wanted: bool) -> None:
+    """Whether this process waits until the disk has what it flushes. Only a machine that loses power needs that: what
+    a killed process has written is there.
+    """
+    os.fsync = _fsync if wanted else _nothing
 
 
 class LookedAt(StopFlag):

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from tinyrl.data.thoughts import answer_in, ends_in_thought, without_thoughts
 from tinyrl.formatting import format_bytes, format_clock, format_number, format_seconds, format_short, typeset_number
-from tinyrl.text import Excerpt, excerpt, hang, mask_url, one_line, resolve_url
+from tinyrl.text import Excerpt, excerpt, hang, one_line
 from tinyrl.tools.report import text_html
+from tinyrl.urls import mask_url, resolve_url
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,22 @@
-"""Make text short, visible and free of secrets; suggest the nearest known name.
+"""Make text short and visible; suggest the nearest known name.
 
 A completion may hold HTML, terminal escapes, bidirectional overrides, invisible characters, lone surrogates, or a
 million characters. Nothing is dropped silently: invisible characters are named, and cuts are marked.
 """
 
 import difflib
-import os
-import re
 import shutil
 import sys
 import textwrap
 import unicodedata
-import urllib.parse
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # Line break, tab, and the two joiners that Persian, Indic scripts and emoji need and that reorder nothing.
 _KEPT = frozenset("\n\t\u200c\u200d")
 # Control, format (bidi overrides, zero-width, tags), surrogate, private use, unassigned, line and paragraph separators.
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 ERROR_CHARACTERS = 300  # of a library's message
-CHARACTER_TOKENS = 8  # no character is made of more
-MASK = "***"  # replaces what may be secret in a URL
-# A word is matched from its beginning only, without backtracking: else a line of 64 KB takes minutes.
-_URL_LOGIN = re.compile(r"((?<!\w)\w++://)[^/\s]*@")
-_URL_QUERY = re.compile(r"((?<!\w)\w++://[^\s?\"'<>]*\?)([^\s\"'<>)\]]+)")
 
 
 class Excerpt(NamedTuple):
@@ -113,68 +105,3 @@ def did_you_mean(word: str, known: list[str]) -> str:
     """Return " Did you mean `...`?" with the nearest known name; "" where none is near."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean `{close[0]}`?" if close else ""
-
-
-# ---- URLs ----
-
-
-def mask_url(text: str) -> str:
-    """Mask the userinfo and the values of the query of each URL in a text."""
-
-    def masked_query(match: re.Match[str]) -> str:
-        pairs = (pair.partition("=") for pair in match[2].split("&"))
-        return match[1] + "&".join(f"{name}={MASK}" if equals else MASK for name, equals, _ in pairs)
-
-    return _URL_QUERY.sub(masked_query, _URL_LOGIN.sub(rf"\1{MASK}@", text))
-
-
-def is_address(url: str) -> bool:
-    """Return whether a text is an http or https address with a host."""
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is not a number, half a bracket
-        return False
-
-
-def resolve_url(url: str, *, setting: str) -> str:
-    """Restore the masked parts of a setting's URL from the environment: generation.url from TINYRL_GENERATION_URL.
-
-    Raises ValueError where the variable is missing or holds another address.
-    """
-    if MASK not in url:
-        return url
-    variable = f"TINYRL_{setting.upper().replace('.', '_')}"
-    whole = os.environ.get(variable, "")
-    if MASK in whole or mask_url(whole) != mask_url(url):
-        raise ValueError(f"{setting}={truncate(url)} is recorded without secrets: set {variable} to the whole address")
-    return whole
-
-
-class IncrementalDetokenizer:
-    """Text of tokens as they come, returned once it is whole: bytes of half a character wait for the others.
-
-    before: tokens in front of them, decoded along: a tokenizer may join or drop spaces there. options: of decoding,
-    by default without special tokens.
-    """
-
-    def __init__(self, tokenizer: Any, *, before: Iterable[int] = (), **options: Any) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = [*before]
-        self._options: Any = options or {"skip_special_tokens": True}
-        self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
-
-    def add(self, tokens: list[int], *, at_end: bool = False) -> str:
-        self._tokens += tokens
-        known, text = (
-            str(self._tokenizer.decode(part, **self._options))
-            for part in (self._tokens[self._before : self._out], self._tokens[self._before :])
-        )
-        half = text.endswith("\ufffd") and len(self._tokens) - self._out < CHARACTER_TOKENS
-        if len(text) <= len(known) or (half and not at_end):
-            return ""
-        self._before, self._out = self._out, len(self._tokens)
-        return text[len(known) :]
-
-    def end(self) -> str:
-        return self.add([], at_end=True)

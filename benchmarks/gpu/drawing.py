@@ -1,6 +1,6 @@
 """Drawing in two levels by one read of the logits: the sums of blocks, then one block a row.
 
-Today's path (tinyrl/generation/engine.py: sample_tokens) shifts and exponentiates all logits in memory and reads them
+Today's path (tinyrl/generation/drawing.py: sample_tokens) shifts and exponentiates all logits in memory and reads them
 again. The rule and the uniforms are the same, and so are the tokens, but where a uniform falls within rounding of the
 border between two. Truncation (top-p, top-k) and greedy decoding are not computed here.
 """

@@ -17,8 +17,8 @@ from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsag
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.step import TrainingStep, load, synchronize
-from tinyrl.generation.engine import Request
 from tinyrl.generation.engines import select_engine
+from tinyrl.generation.request import Request
 
 DECODED = 25  # tokens a row: a prefill, and three looks of the engine after eight decode steps each
 LISTED = 25  # kernels of a part in its result
@@ -116,12 +116,13 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     longest = generation.max_prompt_tokens + settings["recipe"]["generation"]["max_new_tokens"]
     engine: Any = select_engine(generation, policy, policy.tokenizer, longest=longest, tried=longest)[0]
     engine.eos = set[int]()  # every row has all of its tokens
-    requests = [Request(group[0].prompt, prompt_row=row) for row, group in enumerate(step.groups)]
-    size = len(step.groups[0])
+    requests = list[Request]()
+    for row, group in enumerate(step.groups):
+        requests += engine.requests_for(group[0].prompt, len(group), row=row, seed=0, step=0)
     widest = step.micro_batches[:1]
     number_of_layers = policy.causal.config.get_text_config().num_hidden_layers
     runs: dict[str, tuple[Callable[[], object], int]] = {
-        f"{DECODED} tokens a row": (lambda: engine.sample(requests, size, seed=0, step=0), DECODED),
+        f"{DECODED} tokens a row": (lambda: engine.sample(requests), DECODED),
         "scoring, a micro-batch": (lambda: step.score(widest), 1),
         "update, a micro-batch": (lambda: step.update(widest), 1),
     }

@@ -42,8 +42,8 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from benchmarks.gpu.step import load, synchronize
-    from tinyrl.generation.engine import Request
     from tinyrl.generation.engines import select_engine
+    from tinyrl.generation.request import Request
 
     name = settings["engine"]
     kind, _, without_graphs = name.partition(" ")
@@ -56,15 +56,17 @@ def sample(settings: dict[str, Any]) -> dict[str, Any]:
         engine.by_graphs = False
     rows = read_rows(Path(settings["recipe"]["task"]["data"]))[: section["num_prompts"]]
     ids: list[Any] = [policy.tokenizer(row["prompt"])["input_ids"] for row in rows]
-    requests = [Request(tokens, prompt_row=i) for i, tokens in enumerate(ids)]
     seconds = []
     tokens = []
     for number in range(settings["repeats"] + 1):
+        requests = list[Request]()
+        for row, prompt in enumerate(ids):
+            requests += engine.requests_for(prompt, section["group_size"], row=row, seed=0, step=number)
         start = time.perf_counter()
-        groups = engine.sample(requests, section["group_size"], seed=0, step=number)
+        samples = engine.sample(requests)
         synchronize()
         seconds.append(time.perf_counter() - start)
-        tokens.append(sum(len(sample.response) for group in groups for sample in group))
+        tokens.append(sum(len(sample.response) for sample in samples))
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else measuring.peak_mb() / 1e3
     return {"seconds": seconds[1:], "tokens": tokens[1:], "peak_gb": peak}
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks import ours
 from tinyrl.config.recipe import load_config
+from tinyrl.generation.cached_engine import WIDTH_BUCKET
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engines import WIDTH_BUCKET
 from tinyrl.models.batch import Example
 from tinyrl.models.checks import as_exact
 from tinyrl.models.policy import Policy

@@ -36,7 +36,7 @@ from benchmarks.gpu.step import (
     wrong_gaps,
 )
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import sample_tokens
+from tinyrl.generation.drawing import sample_tokens
 from tinyrl.models import device, layers, logprobs
 from tinyrl.models.kernels import Kernels
 

@@ -40,14 +40,13 @@ from tests.running import rows_for
 from tests.test_examples import load
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import EnvironmentConfig
+from tinyrl.config.sections import EnvironmentConfig, GenerationConfig
 from tinyrl.data.messages import Message
 from tinyrl.data.readers import Row
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening
 from tinyrl.environments.agent import Agents
-from tinyrl.generation.engine import SamplingParams
-from tinyrl.generation.engine import Sequence as Sampled
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.runs.resolve import config_of
 from tinyrl.tasks import load_task
 
@@ -114,13 +113,13 @@ class Scripted:
     def vocabulary(self) -> int:
         return len(self.tokenizer)
 
-    def submit(self, sequences: list[Sampled]) -> None:
+    def submit(self, sequences: list[DecodedSequence]) -> None:
         end: Any = self.tokenizer.eos_token_id
         for sequence in sequences:
             text = self.planned.pop(id(sequence))
             tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], end]
             sequence.append(tokens, [0.0] * len(tokens), eos={end}, tokenizer=self.tokenizer)
-            sequence.on_end(None)
+            sequence.request.on_end(None)
 
 
 @dataclass
@@ -131,8 +130,8 @@ class RecordedEpisode(AgentEpisode):
     scheduler: Scripted | None = None
     sft_rows: list[Row] = field(default_factory=list)
 
-    def call(self, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]) -> Call | None:
-        call = super().call(prompt, given, limit=limit, stop=stop)
+    def call(self, asked: Request, given: ClientInput) -> Call | None:
+        call = super().call(asked, given)
         if call is None:
             return None
         messages = given.messages or []
@@ -160,15 +159,12 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
     prompt = load_task(task).prompt
     episodes = {
         f"row-{number}": RecordedEpisode(
-            key=np.uint64(number),
-            params=SamplingParams(),
-            role="policy",
+            request=Request([], np.uint64(number), limit=1 << 20, row=number),
             left=1 << 20,
             call_tokens=1 << 16,
             calls_left=8,
             tokenizer=tokenizer,
             positions=1 << 20,
-            row=number,
             draw=random.Random(number),
             scheduler=scheduler,
         )
@@ -177,10 +173,9 @@ def record(agent: str, task: str, *, most: int, concurrency: int) -> list[Row]:
     endpoint = Endpoint(
         scheduler,  # pyright: ignore[reportArgumentType]
         {"policy": "policy"},
-        defaults=SamplingParams(),
+        defaults=GenerationConfig(),
         hosts=LOCAL,
         episodes=dict(episodes),
-        max_new_tokens=0,
         positions=1 << 20,
         variables={},
     )

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from tinyrl.algorithms.masking import aggregate, masked_mean, masked_sum, masked_whiten
+from tinyrl.algorithms.losses import aggregate
+from tinyrl.algorithms.masking import masked_mean, masked_sum, masked_whiten
 
 NAN, INF = math.nan, math.inf
 X = torch.tensor([[1.0, 2.0, NAN], [INF, 6.0, -3.0], [NAN, -INF, INF]])

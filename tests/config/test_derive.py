@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written
+from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written, with_num_steps
 from tinyrl.config.given import Given
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.recipe import dump_config, dump_given, load_config, load_written_config
@@ -78,6 +78,37 @@ def test_null_is_a_value_of_a_minibatch_and_not_a_request() -> None:
 def test_a_whole_section_over_a_run_is_the_section_of_a_new_run() -> None:
     changed = derive_over(as_a_run(new("grpo", grpo={"num_prompts": 4})), ["grpo={preset: rloo}"])
     assert changed == new("grpo", grpo={"preset": "rloo"})
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (2, 5), (0.1, 1), (None, 7)])
+def test_epochs_are_rounded_up_to_whole_steps(epochs: float | None, steps: int) -> None:
+    """10 rows, 4 of them a step: an epoch is 2.5 steps."""
+    run = {"num_steps": 7} if epochs is None else {"epochs": epochs}
+    config = new("grpo", run=run)
+    assert with_num_steps(config, rows=10, of_step=4).run.num_steps == steps
+
+
+# ---- a refused value that was derived ----
+
+
+def test_a_refused_value_of_a_preset_names_the_preset(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("task: {name: sort}\ngrpo:\n  preset: rloo\n")
+    with pytest.raises(ValueError, match=r"`grpo.advantage` follows from grpo.preset=rloo \(.*mine.yaml:3\)"):
+        load_config("grpo", str(recipe), overrides=["grpo.group_size=1"])
+
+
+def test_a_value_that_a_fork_s_preset_brings_is_refused_at_that_override() -> None:
+    run = as_a_run(new("grpo", grpo={"preset": "reinforce++", "group_size": 1}))
+    refused = r"^override 'grpo.preset=rloo': .*`grpo.advantage` follows from grpo.preset=rloo"
+    with pytest.raises(ValueError, match=refused):
+        derive_over(run, ["grpo.preset=rloo"])
+
+
+def test_a_refused_default_follows_from_nothing() -> None:
+    with pytest.raises(ValueError, match=r"grpo\.advantage=group") as refused:
+        new("grpo", "grpo.group_size=1")
+    assert "follows" not in str(refused.value)
 
 
 # ---- what is not derived anew ----

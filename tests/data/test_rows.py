@@ -13,9 +13,7 @@ from tinyrl.data.rows import (
     seeded_permutation,
     train_eval_split,
     trained_on_too,
-    with_num_steps,
 )
-from tinyrl.runs.resolve import config_of
 
 
 def test_a_fingerprint_is_of_the_content_and_the_order_of_rows():
@@ -126,11 +124,3 @@ def test_different_prompts_on_both_sides_are_counted_once():
     assert "2 of 3" in note
     assert trained_on_too(["a"], ["b"]) == []
     assert trained_on_too([], []) == []
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 3), (0.5, 2), (2, 5), (0.1, 1), (None, 7)])
-def test_epochs_are_rounded_up_to_whole_steps(epochs: float | None, steps: int) -> None:
-    """10 rows, 4 of them a step: an epoch is 2.5 steps."""
-    run = {"num_steps": 7} if epochs is None else {"epochs": epochs}
-    config = config_of({"method": "grpo", "run": run})
-    assert with_num_steps(config, rows=10, of_step=4).run.num_steps == steps

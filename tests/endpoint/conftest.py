@@ -7,15 +7,16 @@ from typing import Any
 import numpy as np
 
 from tests.generation.conftest import _seed, live, prefills  # noqa: F401  fixtures
+from tinyrl.config.sections import GenerationConfig
 from tinyrl.endpoint.agent_episode import AgentEpisode
-from tinyrl.endpoint.endpoint import Endpoint, Listening
-from tinyrl.generation.engine import SamplingParams
+from tinyrl.endpoint.endpoint import NO_LIMIT, Endpoint, Listening
+from tinyrl.generation.request import Request
 
 
 @contextmanager
 def listening_to(scheduler: Any, *, positions: int = 128, **options: Any) -> Iterator[Listening]:
     """An endpoint of a policy and its base."""
-    given: dict[str, Any] = {"defaults": SamplingParams(), "max_new_tokens": 12, "variables": {}, **options}
+    given: dict[str, Any] = {"defaults": GenerationConfig(max_new_tokens=12), "variables": {}, **options}
     listening = Listening(Endpoint(scheduler, {"policy": "policy", "base": "base"}, positions=positions, **given))
     try:
         yield listening
@@ -28,13 +29,15 @@ def episode_of(
 ) -> AgentEpisode:
     """An agent's episode that has just begun."""
     return AgentEpisode(
-        key=np.uint64(5),
-        params=SamplingParams(),
-        role="policy",
+        request=Request([5, 6], np.uint64(5), limit=left),
         left=left,
         call_tokens=call_tokens,
         calls_left=calls,
         tokenizer=tokenizer,
         positions=positions,
-        row=0,
     )
+
+
+def call_of(prompt: list[int], *, limit: int = NO_LIMIT, stop: list[str] | None = None) -> Request:
+    """A call of an agent's, as its endpoint reads it."""
+    return Request(prompt, np.uint64(0), limit, stop=stop or [], after="cached")

@@ -6,11 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import anthropic
 import openai
 import pytest
-from anthropic.types import Message as AnthropicMessage
-from anthropic.types import RawMessageStreamEvent
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -21,7 +18,7 @@ from tinyrl.endpoint.dialect import EndedChoice, ListedToken, Refused, Usage
 from tinyrl.endpoint.endpoint import Listening
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.responses import Responses
-from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.live import LiveScheduler
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 ROME = CALL.replace("Oslo", "Rome")
@@ -242,9 +239,11 @@ def test_a_response_is_one_of_the_clients_own_streamed_and_not(name: str) -> Non
 )  # fmt: skip
 @pytest.mark.wide
 def test_a_message_is_one_of_the_clients_own_streamed_and_not(name: str, reason: str) -> None:
+    from anthropic.types import Message, RawMessageStreamEvent  # a second of CPU time, so only where it is needed
+
     asked = {"model": "policy", "messages": []}
     ended = ENDINGS[name]
-    whole = AnthropicMessage.model_validate(Messages(asked).whole([ended], Usage(3, 4)), strict=True)
+    whole = Message.model_validate(Messages(asked).whole([ended], Usage(3, 4)), strict=True)
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (3, 4)
     assert (whole.stop_reason, whole.stop_sequence) == (reason, ended.stop)
     inputs = [block.input for block in whole.content if block.type == "tool_use"]
@@ -325,6 +324,8 @@ class OverMessages(Chat):
     tools: ClassVar[list[Any]] = [{"name": "weather", "input_schema": {"type": "object"}}]
 
     def __init__(self, listening: Listening, *, streams: bool, **options: Any) -> None:
+        import anthropic
+
         super().__init__(listening, streams=streams, **options)
         url = listening.url.removesuffix("/v1")
         self.client = anthropic.Anthropic(base_url=url, api_key="key", max_retries=0)
@@ -530,6 +531,8 @@ def test_a_line_of_a_stream_is_one_wherever_its_reader_splits(end: str) -> None:
 
 
 def test_a_failure_within_a_stream_is_the_clients_error() -> None:
+    import anthropic
+
     with listening_to(Scripted("x", RuntimeError("planted")), positions=4096) as listening:
         url = listening.url
         ask: Any = openai.OpenAI(base_url=url, api_key="any", max_retries=0).responses.create

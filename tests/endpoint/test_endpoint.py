@@ -25,8 +25,8 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.endpoint import endpoint as endpoint_file
 from tinyrl.endpoint.endpoint import LOCAL, Listening
 from tinyrl.endpoint.live_answer import Choice
-from tinyrl.generation.engine import SamplingParams, Sequence
-from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.tasks.prompts import render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
@@ -523,12 +523,10 @@ class Scripted:
 
     def submit(self, work: list[Any]) -> None:
         for each in work:
+            each.end(self.tokens, [0.0] * len(self.tokens), "eos")
             for token in self.tokens:
-                each.on_tokens([token])
-            each.tokens = self.tokens
-            each.logprobs = [0.0] * len(self.tokens)
-            each.finish_reason = "eos"
-            each.on_end(self.result)
+                each.request.on_tokens([token])
+            each.request.on_end(self.result)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -542,9 +540,9 @@ def test_a_client_that_leaves_ends_its_completion(*, streams: bool) -> None:
             [sequence] = work
             threading.Thread(target=self.decode, args=(sequence,), daemon=True).start()
 
-        def decode(self, sequence: Sequence) -> None:
-            while not sequence.cancelled and sequence.on_tokens is not None:
-                sequence.on_tokens([40])
+        def decode(self, sequence: DecodedSequence) -> None:
+            while not sequence.cancelled and sequence.request.on_tokens is not None:
+                sequence.request.on_tokens([40])
                 time.sleep(0.01)
             self.ended.set()
 
@@ -602,7 +600,7 @@ def test_a_call_that_the_client_begins_is_read_and_its_beginning_is_not_sent_bac
 )
 def test_nothing_of_a_stop_string_is_shown(stop: list[str], expected: str) -> None:
     tokenizer = tiny_tokenizer()
-    choice = Choice(0, Sequence([1], SamplingParams(), np.uint64(0), 9), TurnDetokenizer(tokenizer), stop)
+    choice = Choice(0, DecodedSequence(Request([1], np.uint64(0), 9)), TurnDetokenizer(tokenizer), stop)
     shown = ""
     for token in tokenizer("abcdefg", add_special_tokens=False)["input_ids"]:  # pyright: ignore
         shown += choice.add([token])  # pyright: ignore
@@ -616,7 +614,7 @@ def test_a_stop_string_in_what_the_template_wrote_stops_nothing(*, shows_stop: b
     tokenizer = tiny_tokenizer()
     choice = Choice(
         index=0,
-        sequence=Sequence([1], SamplingParams(), np.uint64(0), 9),
+        sequence=DecodedSequence(Request([1], np.uint64(0), 9)),
         detokenizer=TurnDetokenizer(tokenizer),
         stop=["\n"],
         shows_stop=shows_stop,
@@ -635,11 +633,9 @@ class CutOff(Scripted):
 
     def submit(self, work: list[Any]) -> None:
         for each in work:
-            each.tokens = self.tokens
-            each.logprobs = [0.0] * len(self.tokens)
-            each.on_tokens(self.tokens)
-            each.finish_reason = "length"
-            each.on_end(None)
+            each.end(self.tokens, [0.0] * len(self.tokens), "length")
+            each.request.on_tokens(self.tokens)
+            each.request.on_end(None)
 
 
 @pytest.mark.parametrize(

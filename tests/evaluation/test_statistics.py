@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from tinyrl.evaluation.reward_model import label_metrics, pair_metrics, roc_auc
 from tinyrl.evaluation.statistics import (
     interval,
-    label_metrics,
     majority_passes,
-    pair_metrics,
     paired_difference,
-    roc_auc,
     share_interval,
     verdict_metrics,
     win_rate,

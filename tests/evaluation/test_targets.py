@@ -10,9 +10,11 @@ from tinyrl.config.evaluated import measured_by
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
 from tinyrl.evaluation.prepared import prepare_evaluation
+from tinyrl.evaluation.side import OwnSide
 from tinyrl.evaluation.targets import Asked, Target, check_asked, find, find_side, trained_on
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.resolve import config_of
+from tinyrl.runs.run_dir import TAKEN_NAMES
 
 METHODS = ("grpo", "sft", "reward")
 PAIRS = [{"prompt": f"say {n}", "completion": str(n), "chosen": "yes", "rejected": "no"} for n in range(40)]
@@ -134,6 +136,10 @@ def test_prompts_of_every_method_are_known_by_the_same_keys() -> None:
     assert found[0] == found[1] == found[2]
     assert len(found[0]) == 36  # a tenth is held out
     assert trained_on("starter") == frozenset()
+
+
+def test_no_run_may_be_called_as_a_side_is() -> None:
+    assert {*OwnSide} <= {*TAKEN_NAMES}
 
 
 @pytest.mark.parametrize("word", ["base", "start", "teacher"])

@@ -15,12 +15,13 @@ from tinyrl.data.rows import prompt_key
 from tinyrl.evaluation.evaluate import evaluate
 from tinyrl.evaluation.prepared import prepare_comparison, prepare_evaluation
 from tinyrl.evaluation.result import TrainedOn
+from tinyrl.evaluation.side import OwnSide
 from tinyrl.evaluation.targets import Asked, find, seen_in_training, trained_on
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_collector
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import config_of
-from tinyrl.runs.run_dir import OwnSide, open_run
+from tinyrl.runs.run_dir import open_run
 from tinyrl.tools.compare import _trained_on, evaluate_target
 
 OPTIONS = Options(device="cpu")

@@ -1,21 +1,24 @@
 """Runs in processes of their own, which tests kill, starve and cut off from their disk.
 
 A child is forked in milliseconds from a server that has imported everything and computed nothing, so torch starts
-afresh in each. Functions given to a child are at the top level of a module, and return an exit code.
+afresh in each. The server itself is forked from the test process between collection and the first test, as importing
+again would take five seconds. Functions given to a child are at the top level of a module, and return an exit code.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
-from multiprocessing import forkserver
+from collections.abc import Callable, Sequence
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,8 +34,8 @@ from tinyrl.workers import supervisor
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 120.0  # after which a test says that something never happened
 IMPORTED = [
-    "pytest", "tests.faults.children", "tests.tiny_models", "tinyrl.training.dpo", "tinyrl.training.grpo",
-    "tinyrl.training.ppo", "transformers.models.llama.modeling_llama", "peft.tuners.lora.model",
+    "tests.tiny_models", "tinyrl.training.dpo", "tinyrl.training.grpo", "tinyrl.training.ppo",
+    "transformers.models.llama.modeling_llama", "peft.tuners.lora.model",
 ]  # fmt: skip
 _context = multiprocessing.get_context("forkserver")
 
@@ -41,7 +44,6 @@ class Child:
     """`target(*arguments)` in a process of its own; what it prints goes into the file `output`."""
 
     def __init__(self, target: Callable[..., None], *arguments: Any, output: Path) -> None:
-        _start_server()
         self.output = output
         self._process = _context.Process(target=_begin, args=(output, target, arguments), daemon=True)
         self._process.start()
@@ -77,16 +79,44 @@ class Child:
         return self.end()
 
 
-def _start_server() -> None:
-    """Start the server that children are forked from, once: with one thread, and this repository on its path."""
+def start_server() -> None:
+    """Fork the server that children are forked from; call it before this process computes, opens files or has threads.
+
+    multiprocessing's server is a new interpreter; all but how it starts is used as it is.
+    """
     needed = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",  # as the command sets it: no threads, which would take address space
     }
-    _context.set_forkserver_preload(IMPORTED)
-    with mock.patch.dict(os.environ, needed):
+    for name in IMPORTED:
+        importlib.import_module(name)
+    _context.set_forkserver_preload([])
+    quiet = {"PYTHONWARNINGS": "ignore:resource_tracker"}  # of semaphores that killed children leave
+    with mock.patch.dict(os.environ, quiet):
+        resource_tracker.ensure_running()  # is a new interpreter, too, and small
+    with mock.patch.dict(os.environ, needed), mock.patch("multiprocessing.util.spawnv_passfds", _fork_server):
         forkserver.ensure_running()
+
+
+def _fork_server(path: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
+    """In place of starting `command` as a new interpreter: run its code in a fork, and return the process ID.
+
+    The fork keeps the standard streams and `descriptors`: the test process ends although a fork still has its pipes.
+    """
+    pid = os.fork()
+    if pid > 0:
+        return pid
+    try:
+        sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest captures the others
+        # The test process holds its lock while it forks.
+        forkserver._forkserver._lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
+        kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
+        for low, high in itertools.pairwise(kept):
+            os.closerange(low + 1, high)
+        exec(command[-1])
+    finally:
+        os._exit(0)
 
 
 def _begin(output: Path, target: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -21,7 +21,7 @@ from tests.training.test_resume import assert_same
 from tinyrl.config.schema import Config
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, newest_sound, problem_with
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.training.run import CheckpointState
+from tinyrl.training.run_state import CheckpointState
 
 STEPS, BATCH = 6, 16
 DISK = 6_000_000  # bytes; three checkpoints of the tiny model take two

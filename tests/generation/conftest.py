@@ -11,7 +11,7 @@ from tests.generation.sampling import TEMPLATE, make_engine
 from tests.tiny_models import TinyModels
 from tinyrl.generation.decoder import Decoder
 from tinyrl.generation.library_decoder import LibraryDecoder
-from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.live import LiveScheduler
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,11 @@ import torch
 
 from tests.policies import policy_of
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Request, SamplingEngine, row_keys, uniforms
-from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.cached_engine import CachedEngine
+from tinyrl.generation.drawing import sample_keys, uniforms
+from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.plain import PlainEngine
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample
 from tinyrl.models.batch import examples
 from tinyrl.models.loading import load_causal_lm, load_tokenizer
@@ -58,14 +60,19 @@ def in_lora(model: Any, **changes: Any) -> Policy:
     return policy_of(wrap_in_lora(model, config))
 
 
-def requests(prompts: list[list[int]] | None = None) -> list[Request]:
-    return [Request(prompt, prompt_row=i) for i, prompt in enumerate(prompts or PROMPTS)]
+def requests(
+    engine: SamplingEngine, count: int, prompts: list[list[int]] | None = None, **options: Any
+) -> list[Request]:
+    """So many requests for each prompt."""
+    asked = list[Request]()
+    for row, prompt in enumerate(prompts or PROMPTS):
+        asked += engine.requests_for(prompt, count, **{"row": row, "seed": 0, "step": 0, **options})
+    return asked
 
 
 def sample(engine: SamplingEngine, count: int = 3, **options: Any) -> list[list[Sample]]:
-    prompts = options.pop("prompts", None)
-    options = {"seed": 0, "step": 0, **options}
-    return engine.sample(requests(prompts), count, **options)
+    samples = engine.sample(requests(engine, count, **options))
+    return [samples[i : i + count] for i in range(0, len(samples), count)]
 
 
 @torch.no_grad()
@@ -74,23 +81,20 @@ def without_cache(engine: SamplingEngine, count: int) -> list[list[Sample]]:
     random numbers.
     """
     groups: list[list[Sample]] = []
-    for request in requests():
+    for row, prompt in enumerate(PROMPTS):
         groups.append([])
-        for key in row_keys([request], count, seed=0, step=0):
+        for key in sample_keys(0, 0, prompts=np.full(count, row), samples=np.arange(count)):
             tokens: list[int] = []
             logprobs: list[float] = []
             while len(tokens) < engine.settings.max_new_tokens and not engine.eos & {*tokens}:
                 with engine.policy.acting("policy") as model:
-                    logits = model(input_ids=torch.tensor([request.prompt_tokens + tokens])).logits[0, -1]
+                    logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, -1]
                 probs = (logits.double() / engine.settings.temperature).softmax(-1)
                 u = uniforms(np.array([key], dtype=np.uint64), num_tokens=len(tokens) + 1)[0, -1]
                 tokens.append(int((probs.cumsum(-1) <= u).sum()))
                 logprobs.append(float(probs[tokens[-1]].log()))
             finish = "eos" if tokens[-1] in engine.eos else "length"
-            chosen = [True] * len(tokens)
-            groups[-1].append(
-                Sample(request.prompt_tokens, tokens, chosen, logprobs, row=request.prompt_row, finish=finish)
-            )
+            groups[-1].append(Sample(prompt, tokens, [True] * len(tokens), logprobs, row=row, finish=finish))
     return groups
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinyrl.generation.engine import uniforms
+from tinyrl.generation.drawing import uniforms
 
 # Fields of vLLM 0.32's CompletionRequest that a request here may have; it ignores others.
 KNOWN = {

@@ -1,12 +1,15 @@
 """Keyed uniforms; a token by inverse CDF against a naive cumulative sum; truncation."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from tests.generation.sampling import CPU, make_engine, sample, scored
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import SamplingParams, draw, row_params, sample_keys, truncate_probs, uniforms
+from tinyrl.generation.drawing import draw, row_params, sample_keys, truncate_probs, uniforms
+from tinyrl.generation.request import Request
 
 LARGEST = 1.0 - 2.0**-53  # below one
 WORDS = ("a", "b", "c", "d", "e")
@@ -72,7 +75,8 @@ def test_large_vocabularies_are_exact_where_a_float32_sum_is_not():
 def test_truncation_by_hand(top_k: int, top_p: float, kept: list[float]):
     """Beside a row that is not truncated."""
     probs = torch.tensor([[0.15, 0.5, 0.05, 0.3]] * 2)
-    params = row_params([SamplingParams(top_p=top_p, top_k=top_k), SamplingParams()], CPU)
+    request = Request([3], np.uint64(0), limit=1)
+    params = row_params([replace(request, top_p=top_p, top_k=top_k), request], CPU)
     found = truncate_probs(probs, top_k=params["top_k"], top_p=params["top_p"])
     torch.testing.assert_close(found, torch.stack([torch.tensor(kept), probs[0]]))
 

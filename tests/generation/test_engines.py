@@ -34,11 +34,12 @@ from tests.generation.sampling import (
 from tests.policies import policy_of
 from tests.tiny_models import POSITIONS, TinyModels
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation import engines
+from tinyrl.generation import cached_engine, engines
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.decoder import Decoder
-from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.library_decoder import LibraryDecoder, SampledLinear
+from tinyrl.generation.request import Request
 from tinyrl.models.batch import examples
 from tinyrl.models.checks import supports_fused_layers
 from tinyrl.models.layers import reads_like_llama
@@ -87,10 +88,12 @@ def test_no_row_is_decoded_beyond_learned_positions(tiny: TinyModels, look_every
     engine.eos = set()
     prompts = [[(7 * i) % 250 + 2 for i in range(length)] for length in (POSITIONS - 2, *[POSITIONS - 12] * 9)]
     limits = [POSITIONS - len(prompt) for prompt in prompts]
-    asked = [Request(p, i, max_new_tokens=n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    alone = [engine.sample([one], 1, seed=0, step=0)[0][0] for one in asked]
+    asked = list[Request]()
+    for row, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        asked += engine.requests_for(prompt, 1, row=row, seed=0, step=0, limit=limit)
+    alone = [engine.sample([one])[0] for one in asked]
     engine.look_every = look_every
-    together = [group[0] for group in engine.sample(asked, 1, seed=0, step=0)]
+    together = engine.sample(asked)
     assert [len(one.response) for one in together] == limits
     assert [one.response for one in together] == [one.response for one in alone]
 
@@ -175,8 +178,9 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels, name: str, kind
     engine = make_engine(tiny(kind), name, max_new_tokens=16)
     engine.eos = set(range(1, 16))
     together = sample(engine, 4)
-    assert_same([engine.sample([request], 4, seed=0, step=0)[0] for request in requests()], together)
-    assert_same(engine.sample(requests()[::-1], 4, seed=0, step=0)[::-1], together)
+    asked = requests(engine, 4)
+    assert_same([engine.sample(asked[i : i + 4]) for i in range(0, len(asked), 4)], together)
+    assert_same([engine.sample(asked[::-1])[::-1]], [[one for group in together for one in group]])
     engine.max_rows, engine.look_every = 3, 4
     assert_same(sample(engine, 4), together)
 
@@ -213,8 +217,8 @@ def test_few_rows_and_little_memory_give_the_same_samples(
     if kind == "qwen3.5":
         row += 2 * 2 * 2 * 8 * 4 + 2 * (4 * 8 * 8 + 64 * 4) * 4  # a column for padding, states of the two other layers
     engine.max_rows, fits = None, 9
-    for free in (0, 5.5 * row / engines.CACHE_SHARE):
-        monkeypatch.setattr(engines, "free_bytes", lambda device, free=free: free)
+    for free in (0, 5.5 * row / cached_engine.CACHE_SHARE):
+        monkeypatch.setattr(cached_engine, "free_bytes", lambda device, free=free: free)
         assert_same(sample(engine, 4), expected, tolerance=1e-4)
     assert made == [2, 1, 5]
 
@@ -334,7 +338,7 @@ def test_a_deterministic_run_on_a_gpu_decodes_as_many_rows_whatever_memory_is_fr
 ):
     """2^25 logits of 151,936; else 0.4 of the free bytes, at 10 a token in rows of 100."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
-    monkeypatch.setattr("tinyrl.generation.engines.free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(cached_engine, "free_bytes", lambda device: 100_000)
     engine: Any = SimpleNamespace(policy=SimpleNamespace(device=torch.device("cuda")))
     decoder: Any = SimpleNamespace(embedding=torch.empty(151_936, 1), row_bytes=lambda width: 10 * width)
     assert CachedEngine._most_rows(engine, decoder, 100) == rows

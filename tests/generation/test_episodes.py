@@ -24,7 +24,8 @@ from tinyrl.environments.environment import Episode
 from tinyrl.environments.tool_calls import ToolCall, calls_of
 from tinyrl.generation import scheduler
 from tinyrl.generation.decoder import Decoder, RowCache
-from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys, uniforms
+from tinyrl.generation.drawing import sample_keys, uniforms
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.generation.turns import Episodes
 from tinyrl.process.launched import Options
@@ -59,7 +60,7 @@ class Scripted:
 
     def restart(self) -> None:
         self.restarts += 1
-        self.samples = defaultdict[int, SampleBuilder](lambda: SampleBuilder([], row=0))
+        self.samples = defaultdict[int, SampleBuilder](lambda: SampleBuilder(Request([], np.uint64(0), limit=0)))
         self.random = random.Random(0)
         self.turns, self.reasons = defaultdict[int, list[list[int]]](list), defaultdict[int, list[FinishReason]](list)
         self.ready: list[tuple[int, list[int] | None]] = []
@@ -68,7 +69,7 @@ class Scripted:
         turns = self.turns[sample]
         return min(self.limits[(sample + len(turns)) % len(self.limits)], BUDGET - sum(map(len, turns)))
 
-    def ended(self, sample: int, turn: Sequence) -> None:
+    def ended(self, sample: int, turn: DecodedSequence) -> None:
         turns = self.turns[sample]
         turns.append(turn.tokens)
         self.samples[sample].chose(turn.tokens, turn.logprobs)
@@ -99,7 +100,7 @@ def make(folder: Any, name: str = "fused", **options: Any) -> Any:
 
 
 def played(engine: Any, script: Scripted, **options: Any) -> list[list[Sample]]:
-    engine.play(requests(), 4, **{"episodes": script, "seed": 0, "step": 0, **options})
+    engine.play(requests(engine, 4, **options), episodes=script)
     return script.completions(4)
 
 
@@ -140,7 +141,7 @@ def spoken(tiny: TinyModels, stop: list[str], observation: list[int]) -> tuple[A
     engine = make(tiny("llama", vocabulary=WORDS), stop=stop)
     engine.eos = set()
     script = Scripted(lambda _, turns: observation if len(turns) == 1 else None, limits=(6,))
-    engine.play(requests([[20, 21, 22]]), 8, episodes=script, seed=0, step=0)
+    engine.play(requests(engine, 8, [[20, 21, 22]]), episodes=script)
     return engine.tokenizer, [script.turns[i] for i in range(8)]
 
 
@@ -222,8 +223,10 @@ def parts() -> Collector:
 
 def episodes_of(parts: Any, *, num_prompts: int | None = None, step: int = STEP) -> list[Sample]:
     prompts = parts.train_prompts[:num_prompts]
-    asked = [Request(p.tokens, prompt_row=p.index) for p in prompts]
-    return parts.runner.play(prompts, asked, GROUP, engine=parts.engine, options={"seed": SEED, "step": step})
+    asked = list[Request]()
+    for prompt in prompts:
+        asked += parts.engine.requests_for(prompt.tokens, GROUP, row=prompt.index, seed=SEED, step=step)
+    return parts.runner.play([p for p in prompts for _ in range(GROUP)], asked, engine=parts.engine)
 
 
 def test_when_replies_come_changes_no_bit(parts: Any, monkeypatch: pytest.MonkeyPatch):
@@ -281,10 +284,8 @@ def test_each_episode_has_a_seed_of_its_own(parts: Any, monkeypatch: pytest.Monk
 
 def ended(episodes: Episodes, tokens: list[int], finish: FinishReason) -> Episode:
     """End the first episode's turn with these tokens; return its record."""
-    turn = Sequence(episodes.samples[0].prompt, SamplingParams(), np.uint64(0), len(tokens))
-    turn.tokens = tokens
-    turn.logprobs = [-1.0] * len(tokens)
-    turn.finish_reason = finish
+    turn = DecodedSequence(episodes.requests[0])
+    turn.end(tokens, [-1.0] * len(tokens), finish)
     episodes.ended(0, turn)
     return episodes.episodes[0]
 
@@ -293,7 +294,7 @@ def begun(parts: Any, *, max_new_tokens: int) -> Episodes:
     """One episode of the lookup task, whose policy has so many tokens."""
     prompt = parts.train_prompts[0]
     runner = replace(parts.runner, max_new_tokens=max_new_tokens)
-    return Episodes([prompt], [Request(prompt.tokens, prompt_row=0)], 1, runner=runner, seed=0, step=0)
+    return Episodes([prompt], [Request(prompt.tokens, np.uint64(0), max_new_tokens)], runner=runner)
 
 
 @pytest.mark.parametrize(("chosen", "goes_on"), [(4, True), (5, False)])
@@ -328,9 +329,9 @@ def test_a_call_that_the_prompt_begins_is_run() -> None:
     prepared = prepare_prompts(load_task("rows"), rows, tokenizer=tokenizer, on_overlong_prompt="error", **how)
     environment = SimpleNamespace(has_openings=False)
     runner: Any = SimpleNamespace(tokenizer=tokenizer, max_episode_tokens=9, environment=environment, form=None)
-    request = Request(prepared[0].tokens, prompt_row=0)
+    request = Request(prepared[0].tokens, np.uint64(0), limit=9)
     tokens = tokenizer('"arguments": {"a": 2}}\n</tool_call><eos>', add_special_tokens=False)["input_ids"]
-    with Episodes(prepared, [request], 1, runner=runner, seed=0, step=0) as episodes:
+    with Episodes(prepared, [request], runner=runner) as episodes:
         turn: Any = SimpleNamespace(tokens=tokens, logprobs=[0.0] * len(tokens), finish_reason="eos")
         episodes.ended(0, turn)
         (message,) = episodes.episodes[0].transcript

@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,14 @@ import torch
 from tests.generation.recording import Recording, pretend_cuda
 from tests.generation.sampling import PROMPTS, assert_same, make_engine, stir
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Request, SamplingParams, Sequence, sample_keys
+from tinyrl.generation.drawing import sample_keys
+from tinyrl.generation.live import LIVE_STEP, LiveScheduler
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.generation.sample import Sample
-from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler, Scheduler, StepGraphs
-from tinyrl.generation.scoring import score
+from tinyrl.generation.scheduler import Scheduler, StepGraphs
+from tinyrl.generation.scoring import logprobs_of_text
 
-PARAMS = [SamplingParams(), SamplingParams(greedy=True), SamplingParams(0.6, top_k=5), SamplingParams(top_p=0.5)]
+DRAWN: list[dict[str, Any]] = [{}, {"greedy": True}, {"temperature": 0.6, "top_k": 5}, {"top_p": 0.5}]
 LONG = list(range(20, 50))
 
 
@@ -27,28 +31,37 @@ def make_live(tiny: TinyModels, kind: str = "llama", engine: str = "fused", *, r
     return LiveScheduler(make_engine(tiny(kind), engine, lora=True), max_rows=rows)
 
 
-class Client(Sequence):
-    """A request, and what its client has got."""
+class Client(DecodedSequence):
+    """A request, and what its client has got; heard: called, too, with new tokens."""
 
-    def __init__(self, prompt: list[int], params: SamplingParams = PARAMS[0], *, row: int = 0, limit: int = 6) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        drawn: dict[str, Any] = DRAWN[0],
+        *,
+        row: int = 0,
+        limit: int = 6,
+        heard: Callable[[], None] = lambda: None,
+    ) -> None:
         [key] = sample_keys(0, LIVE_STEP, prompts=np.array([row]), samples=np.array([0]))
-        super().__init__(prompt, params, key, limit, after="cached")
-        self.number, self.pieces, self.results = row, list[int](), queue.Queue[Any]()
-        self.on_tokens, self.on_end = self.pieces.extend, self.results.put
+        self.pieces, self.results, self.heard = list[int](), queue.Queue[Any](), heard
+        listening: dict[str, Any] = {"on_tokens": self.hear, "on_end": self.results.put}
+        super().__init__(Request(prompt, key, limit, row, after="cached", **drawn, **listening))
+
+    def hear(self, tokens: list[int]) -> None:
+        self.pieces += tokens
+        self.heard()
 
     def answer(self) -> Sample:
         if (error := self.results.get(timeout=60)) is not None:
             raise error
-        return self.sample(self.number)
+        return self.sample()
 
 
 def alone(live: LiveScheduler, client: Client) -> Sample:
     """What the engine itself gives for the request."""
-    params, engine = client.params, live.engine
-    own = {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-    engine.settings = engine.settings.model_copy(update=own)
-    request = Request(client.prompt, prompt_row=client.number, max_new_tokens=client.limit)
-    return engine.sample([request], 1, seed=0, step=LIVE_STEP, greedy=params.greedy)[0][0]
+    request = replace(client.request, after="free", on_tokens=None)
+    return live.engine.sample([request])[0]
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("llama", "fused"), ("gpt2", "hf"), ("gpt2", "plain"), ("qwen3.5", "hf")])
@@ -59,11 +72,11 @@ def test_many_at_once_get_what_each_would_get_alone(
     live, together, decode = make_live(tiny, kind, engine, rows=3), set[int](), Scheduler._decode
 
     def noted(self: Scheduler) -> None:
-        together.add(len({sequence.params for sequence in self.live}))
+        together.add(len({(s.request.temperature, s.request.top_p, s.request.greedy) for s in self.live}))
         decode(self)
 
     monkeypatch.setattr(Scheduler, "_decode", noted)
-    clients = [Client(PROMPTS[i % 4], PARAMS[i % 4], row=i % 5, limit=3 + 4 * (i % 5)) for i in range(16)]
+    clients = [Client(PROMPTS[i % 4], DRAWN[i % 4], row=i % 5, limit=3 + 4 * (i % 5)) for i in range(16)]
     for client in clients:
         threading.Thread(target=live.submit, args=([client],)).start()
     answers = [client.answer() for client in clients]
@@ -87,13 +100,7 @@ def test_a_round_that_fails_ends_and_the_next_begins(tiny: TinyModels):
 def test_one_that_fails_fails_alone(tiny: TinyModels):
     """It joins two that are being sampled, with another: they go on, and hear of each token once."""
     live, started = make_live(tiny, rows=4), threading.Event()
-    bad, *good = [Client([20, 10**6]), *(Client(PROMPTS[i], row=i, limit=60) for i in range(3))]
-
-    def heard(tokens: list[int]) -> None:
-        good[0].pieces.extend(tokens)
-        started.set()
-
-    good[0].on_tokens = heard
+    bad, *good = [Client([20, 10**6]), *(Client(PROMPTS[i], row=i, limit=60, heard=started.set) for i in range(3))]
     live.submit([*good[:2]])
     assert started.wait(60)
     live.submit([bad, good[2]])
@@ -110,15 +117,15 @@ def test_nothing_runs_once_it_has_ended(end: str, tiny: TinyModels):
     ends soon, and nobody hears of it; a server that closes waits for none.
     """
     live, started = make_live(tiny, rows=1), threading.Event()
-    going, waiting = Client(PROMPTS[0], limit=4000), Client(PROMPTS[1], limit=4000)
-    going.on_tokens = lambda tokens: started.set()
+    going, waiting = Client(PROMPTS[0], limit=4000, heard=started.set), Client(PROMPTS[1], limit=4000)
     live.submit([going, waiting])
     assert started.wait(60)
     ending = threading.Thread(target=getattr(live, end))
     ending.start()
     while not (live._jobs or live._closed):
         time.sleep(0.01)
-    going.cancelled = end == "release"
+    if end == "release":
+        going.cancel()
     ending.join(60)
     assert isinstance(waiting.results.get_nowait(), RuntimeError)
     live.close()
@@ -149,7 +156,7 @@ def answer_to(live: LiveScheduler, prompt: list[int], row: int = 0, *, limit: in
     client = Client(prompt, row=row, limit=limit)
     live.submit([client])
     answer = client.answer()
-    scored, _ = score(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
+    scored, _ = logprobs_of_text(live.engine.policy, prompt + answer.response, role="policy", temperature=1.0)
     assert scored[len(prompt) :] == pytest.approx(answer.logprobs, abs=1e-4)
     return answer.response
 

@@ -13,7 +13,6 @@ from tests.generation.sampling import PROMPTS, assert_same, make_engine, sample,
 from tests.generation.stand_in import Faults, StandIn
 from tests.tiny_models import TinyModels
 from tinyrl.data import http_client
-from tinyrl.generation.engine import Request
 from tinyrl.generation.plain import PlainEngine
 from tinyrl.generation.server import ServerEngine
 from tinyrl.process.errors import GuardStop, Interrupted
@@ -58,8 +57,9 @@ def test_completions_are_those_of_plain_batches(served: StandIn, options: dict[s
     assert ("stop" in options) == ("stop" in {c.finish for group in drawn for c in group})
     assert ours.first_gap is not None
     assert ours.first_gap < 1e-6
-    later = [Request([20, 21, 22], 3, first_sample=5, max_new_tokens=4), Request([30], 1)]
-    assert_same(ours.sample(later, 2, seed=2, step=3), plain.sample(later, 2, seed=2, step=3))
+    later = ours.requests_for([20, 21, 22], 2, row=3, first=5, limit=4, seed=2, step=3)
+    later += ours.requests_for([30], 2, row=1, seed=2, step=3)
+    assert_same([ours.sample(later)], [plain.sample(later)])
     ours, plain = engines(served, **options, top_p=0.5, top_k=30)
     assert tokens_of(sample(ours)) == tokens_of(sample(plain))
 

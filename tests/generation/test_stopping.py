@@ -9,7 +9,7 @@ import pytest
 
 from tests.generation.sampling import make_engine, sample
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import SamplingParams, Sequence
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.models.loading import load_tokenizer
 
 EOS = 1
@@ -36,12 +36,12 @@ def test_a_sequence_ends_at_the_first_of_its_ends(
     """However many tokens come at a time."""
     tokenizer, listened = load_tokenizer(str(tiny("llama"))), list[int]()
     prompt, tokens = tokenizer("ST").input_ids, [*tokenizer(said).input_ids, EOS, 3, 3]
-    sequence = Sequence(prompt, SamplingParams(), np.uint64(0), limit, stop, on_tokens=listened.extend)
+    sequence = DecodedSequence(Request(prompt, np.uint64(0), limit, stop=stop, on_tokens=listened.extend))
     for at in range(0, len(tokens), look_every):
         part = tokens[at : at + look_every]
         if not sequence.over:
             sequence.append(part, [-float(at)] * len(part), eos={EOS}, tokenizer=tokenizer)
-    sample = sequence.sample(row=0)
+    sample = sequence.sample()
     assert (tokenizer.decode(sample.response), sample.finish) == (kept, reason)
     assert sample.response == listened == tokens[: len(sample.logprobs)]
 

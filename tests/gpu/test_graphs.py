@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.generation.sampling import requests, sample, tokens_of
+from tests.generation.sampling import sample, tokens_of
 from tests.gpu.devices import ON_A_GPU
 from tests.gpu.test_sampling import GROUP, engine_on, full_forward, note_captures
 from tests.tiny_models import TinyModels
@@ -33,9 +33,9 @@ def test_a_capture_in_bfloat16_is_replayed(tiny: TinyModels, captures: list[Any]
     assert tokens_of(first) == tokens_of(second)
     assert [c.logprobs for group in first for c in group] == [c.logprobs for group in second for c in group]
     said = torch.cat([torch.tensor(c.logprobs) for group in first for c in group])
-    library = torch.cat([row for rows in full_forward(engine, requests(), first) for row in rows])
+    library = torch.cat([row for rows in full_forward(engine, first) for row in rows])
     with in_float32(engine.policy.causal):
-        exact = torch.cat([row for rows in full_forward(engine, requests(), first) for row in rows])
+        exact = torch.cat([row for rows in full_forward(engine, first) for row in rows])
     assert as_exact(float((said - exact).abs().mean()), float((library - exact).abs().mean()))
 
 

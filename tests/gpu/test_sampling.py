@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.generation.sampling import assert_same, make_engine, requests, sample, stir
 from tests.gpu.waits import counting_kernels, counting_waits
 from tests.tiny_models import TinyModels
-from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.cached_engine import CachedEngine
+from tinyrl.generation.request import DecodedSequence
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.scheduler import Scheduler, StepGraphs
 from tinyrl.models.checks import MOST_IN_FLOAT32, as_exact, in_float32
@@ -49,13 +49,10 @@ def engine_on(
 
 
 @torch.no_grad()
-def full_forward(engine: Any, asked: list[Request], groups: list[list[Sample]]) -> list[list[Tensor]]:
+def full_forward(engine: Any, groups: list[list[Sample]]) -> list[list[Tensor]]:
     """Log-probabilities of each completion by a forward pass of the library over prompt and completion."""
     with engine.policy.acting("policy") as model:
-        return [
-            [logprobs_of(model, request.prompt_tokens, c.response, engine.policy.device) for c in group]
-            for request, group in zip(asked, groups, strict=True)
-        ]
+        return [[logprobs_of(model, c.prompt, c.response, engine.policy.device) for c in group] for group in groups]
 
 
 def logprobs_of(model: Any, prompt: list[int], tokens: list[int], device: torch.device) -> Tensor:
@@ -77,9 +74,9 @@ def test_every_bucket_says_what_a_full_forward_pass_says(
     engine = engine_on(tiny, device, DTYPES[dtype], name, kind=kind)
     engine.max_rows = max_rows
     groups = sample(engine, GROUP)
-    library = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
+    library = torch.cat([said for rows in full_forward(engine, groups) for said in rows])
     with in_float32(engine.policy.causal):
-        exact = torch.cat([said for rows in full_forward(engine, requests(), groups) for said in rows])
+        exact = torch.cat([said for rows in full_forward(engine, groups) for said in rows])
     ours = torch.cat([torch.tensor(c.logprobs) for group in groups for c in group])
     assert {c.finish for group in groups for c in group} == {"eos", "length"}
     if dtype == "float32":
@@ -183,10 +180,10 @@ def test_a_graph_is_captured_once_for_a_bucket_and_used_again(
 
 def waits_of(engine: Any, device: torch.device, *, new: int) -> int:
     """Waits of a call in which every row has so many new tokens."""
-    asked = [Request(r.prompt_tokens, r.prompt_row, max_new_tokens=new) for r in requests()]
-    engine.sample(asked, 2, seed=0, step=0)  # graphs are captured, libraries make their workspaces
+    asked = requests(engine, 2, limit=new)
+    engine.sample(asked)  # graphs are captured, libraries make their workspaces
     with counting_waits(device) as waits:
-        engine.sample(asked, 2, seed=0, step=0)
+        engine.sample(asked)
     return waits.own
 
 
@@ -210,12 +207,9 @@ def decoding(engine: CachedEngine, groups: list[int]) -> Iterator[Callable[[], N
     rows, prompts = sum(groups), [[20, 21, 22], [30]]
     with torch.inference_mode(), engine.scheduler("policy", rows=rows, width=64) as scheduler:
         assert isinstance(scheduler, Scheduler)
-        asked = [Request(prompt, i) for i, prompt in enumerate(prompts[: len(groups)])]
-        options: Any = {"seed": 0, "step": 0}
-        sequences = [
-            s for one, count in zip(asked, groups, strict=True) for s in engine.sequences([one], count, options)
-        ]
-        scheduler.add(sequences)
+        for row, (prompt, count) in enumerate(zip(prompts, groups, strict=False)):
+            asked = engine.requests_for(prompt, count, row=row, seed=0, step=0)
+            scheduler.add([DecodedSequence(request) for request in asked])
         scheduler.step()
         scheduler._place()
         if (graphs := scheduler.graphs) is not None:

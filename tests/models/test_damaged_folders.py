@@ -138,7 +138,7 @@ def use(role: str, folder: Path, base: Path) -> None:
     model = build_reward_model(config, roles, dtype=torch.float32)
     check_vocabulary(tokenizer, roles.causal, path=config.model.path)
     if model is not None:
-        assert model.scores([[2, 3]], micro_batches=MicroBatches(CPU, 100)) != []
+        assert model.reward_scores([[2, 3]], micro_batches=MicroBatches(CPU, 100)) != []
     batch = roles.batch_of(examples([[2, 3, 4]], [[5, 6]]), last_tokens=True)
     with torch.no_grad(), roles.acting("policy"):
         assert roles.logprobs("policy", batch, temperature=1.0)[0].isfinite().all()
@@ -259,7 +259,7 @@ def in_index(**changes: Any) -> Damage:
 def test_a_faulty_index_is_named(damage: Damage, sharded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(sharded, tmp_path / "model")
     damage(folder)
-    with pytest.raises(ValueError, match=rf"{INDEX}(:| is no JSON)"):
+    with pytest.raises(ValueError, match=rf"{INDEX}(:| is not JSON)"):
         load_causal_lm(str(folder), dtype=torch.float32)
 
 

@@ -133,11 +133,13 @@ def test_values_and_scores_are_those_of_padded_rows(tiny: TinyModels):
 
     assert_same_gradients(*both(roles, lambda: gradients(roles, "critic", loss)))
     with torch.no_grad(), roles.acting("policy"):
-        ours, theirs = both(roles, lambda: roles.scores(roles.batch_of(examples(PROMPTS, RESPONSES), last_tokens=True)))
+        ours, theirs = both(
+            roles, lambda: roles.reward_scores(roles.batch_of(examples(PROMPTS, RESPONSES), last_tokens=True))
+        )
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
         assert theirs.unique().numel() == len(ROWS)
         with pytest.raises(AssertionError, match="without its last tokens"):
-            roles.scores(roles.batch_of(examples(PROMPTS, RESPONSES)))
+            roles.reward_scores(roles.batch_of(examples(PROMPTS, RESPONSES)))
 
 
 def test_nothing_is_as_large_as_the_sequence_squared(tiny: TinyModels):

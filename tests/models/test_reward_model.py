@@ -38,7 +38,7 @@ def load(folder: Path, label: int | str | None = None) -> SequenceRewardModel:
 def scores_of(model: SequenceRewardModel, texts: list[str], budget: int = 100) -> list[float]:
     """Scores of plain texts."""
     tokens = [reward_tokens(model.tokenizer, text, "", text_format=TextFormat(), max_tokens=512) for text in texts]
-    return model.scores(tokens, micro_batches=MicroBatches(CPU, budget))
+    return model.reward_scores(tokens, micro_batches=MicroBatches(CPU, budget))
 
 
 def by_hand(folder: Path, text: str, label: int) -> float:
@@ -87,7 +87,7 @@ def test_one_label_of_several_and_a_language_model_has_none(tiny: TinyModels):
     for wrong in (None, "Good", 3, -1):
         with pytest.raises(ValueError, match=f"reward.model_label={wrong!r} is not one of"):
             load(folder, wrong)
-    with pytest.raises(ValueError, match=r"is no reward model: its weights have no score.weight"):
+    with pytest.raises(ValueError, match=r"is not a reward model: its weights have no score.weight"):
         load(tiny("llama"))
 
 
@@ -138,10 +138,12 @@ def test_an_adapter_and_head_score_on_the_shared_base(tiny: TinyModels, tmp_path
     policy, trainable = logprobs(roles, "policy"), {n for n, t in every_tensor(roles).items() if t.requires_grad}
     attach_reward_adapter(roles, str(tmp_path))
     with torch.no_grad(), made.acting("policy"):
-        expected = made.scores(a_batch())
+        expected = made.reward_scores(a_batch())
     with torch.no_grad(), roles.acting("reward"):
-        assert torch.equal(roles.scores(a_batch()), expected)
-        alone = [roles.scores(batch_of(examples([p], [r])))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))]
+        assert torch.equal(roles.reward_scores(a_batch()), expected)
+        alone = [
+            roles.reward_scores(batch_of(examples([p], [r])))[0] for p, r in (([2, 3, 4], [5, 6, 7]), ([9], [8, 10]))
+        ]
     torch.testing.assert_close(torch.stack(alone), expected, atol=1e-5, rtol=0)
     assert torch.equal(logprobs(roles, "policy"), policy)
     assert {n for n, t in every_tensor(roles).items() if t.requires_grad} == trainable

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from tests import running
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import Request
-from tinyrl.generation.engines import CachedEngine, select_engine
+from tinyrl.generation.cached_engine import CachedEngine
+from tinyrl.generation.engines import select_engine
 from tinyrl.generation.plain import PlainEngine
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample
 from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
@@ -51,8 +52,11 @@ def engine(parts: Collector, name: Any) -> Any:
 
 
 def greedy(parts: Collector, name: str) -> list[Sample]:
-    asked = [Request(prompt.tokens, prompt_row=i) for i, prompt in enumerate(parts.train_prompts[:3])]
-    return [group[0] for group in engine(parts, name).sample(asked, 1, seed=0, step=0, greedy=True)]
+    made = engine(parts, name)
+    asked = list[Request]()
+    for row, prompt in enumerate(parts.train_prompts[:3]):
+        asked += made.requests_for(prompt.tokens, 1, row=row, seed=0, step=0, greedy=True)
+    return made.sample(asked)
 
 
 @torch.no_grad()

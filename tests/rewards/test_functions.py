@@ -16,8 +16,8 @@ from tests.running import LookedAt
 from tinyrl.data.images import IMAGE_MARK
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
+from tinyrl.rewards.failures import describe_failures
 from tinyrl.rewards.functions import FunctionReward
-from tinyrl.rewards.scores import describe_failures
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.workers import calls, process
 from tinyrl.workers.loading import parse_use

@@ -19,9 +19,9 @@ import pytest
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
+from tinyrl.config.derive import with_num_steps
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.data.rows import with_num_steps
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets

@@ -12,9 +12,9 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.process.errors import ExplainedByCheck, GuardStop
+from tinyrl.rewards.failures import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
-from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, prepare_prompts
 
@@ -89,7 +89,7 @@ def warning(folder: Path, function: str, *, answer: str | None, others: int = 0)
 
 def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: Path) -> None:
     for function, said in (
-        ("flat", r"the gold answer scores 1, no more than"),
+        ("flat", r"the reference answer scores 1, no more than"),
         ("raises_on_gold", "gets no score: `raises_on_gold` raised ZeroDivisionError"),
         ("raises_on_one_prompt", "raised ZeroDivisionError"),  # its row is at fault: nothing is refused
     ):

@@ -126,7 +126,7 @@ def test_what_a_killed_start_left_is_swept_by_the_next_one(tmp_path: Path):
 
 def test_an_output_folder_that_cannot_be(tmp_path: Path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match=r"^--output-dir .*file is no folder"):
+    with pytest.raises(ValueError, match=r"^--output-dir .*file is not a folder"):
         check_new_run(str(tmp_path / "file/below"), name=None, overwrite=False)
     check_new_run(str(tmp_path / "not" / "yet"), name="a", overwrite=False)
     assert not (tmp_path / "not").exists()

@@ -13,10 +13,9 @@ from tests import running
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tinyrl.config.recipe import load_config
 from tinyrl.evaluation.targets import policy_at
-from tinyrl.generation.engine import Request
 from tinyrl.generation.plain import PlainEngine
+from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.process.launched import Options
-from tinyrl.text import IncrementalDetokenizer
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
 
 TEMPLATE = (
@@ -49,8 +48,8 @@ def test_answers_are_the_engines_with_the_runs_reward(session: ChatSession) -> N
     text, answer = say(session, ASKED)
     assert text == answer.text
     plain = PlainEngine(session.policy, session.policy.tokenizer, session.engine.settings)
-    request, seed = Request(answer.prompt.tokens, prompt_row=0), session.target.config.run.seed
-    [[again]] = plain.sample([request], 1, role="policy", seed=seed, step=CHAT_STEP)
+    seed = session.target.config.run.seed
+    [again] = plain.sample(plain.requests_for(answer.prompt.tokens, 1, row=0, seed=seed, step=CHAT_STEP))
     assert again.response == answer.sample.response
     assert session.rewards() == ({"reward": len(set(text)), "variety": len(set(text))}, None)
     assert say(session, ASKED)[1].sample.response != again.response  # the next turn draws its own numbers

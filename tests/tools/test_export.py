@@ -184,7 +184,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_read(folder: Path
     (there := tmp_path / "there").mkdir()
     (there / "mine.txt").write_text("mine")
     cases = [
-        (folder / "lora", {"output": str(there)}, "no exported folder"),
+        (folder / "lora", {"output": str(there)}, "not an exported folder"),
         (folder / "lora", {"dtype": "bfloat16"}, "is for a whole model"),
         (folder / "nowhere", {}, "is not a run"),
     ]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from tests.training.rows import loaded, trained, write_rows
 from tests.training.test_resume import assert_same
 from tinyrl.algorithms.distillation import jensen_shannon
 from tinyrl.config.schema import Config
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models import build
 from tinyrl.models.loading import load_causal_lm
@@ -137,7 +139,7 @@ def hinted(trainer: Any, right: list[bool], **fields: list[float]) -> Experience
     scores = fields.get("scores", rewards)
     samples = []
     for one, reward, score in zip(right, rewards, scores, strict=True):
-        builder = SampleBuilder(prompt.tokens, row=prompt.index)
+        builder = SampleBuilder(Request(prompt.tokens, np.uint64(0), limit=len(answer), row=prompt.index))
         builder.chose(answer if one else answer[::-1], [0.0] * len(answer))
         samples.append(replace(builder.sample(finish="eos"), reward=reward, scores=[score]))
     return taught(trainer, samples)
@@ -333,7 +335,7 @@ def test_a_teacher_with_too_few_positions_for_a_sampled_text_is_refused(
         if positions == longest:
             assert loaded(settings).teacher.positions == longest
         else:
-            with pytest.raises(ValueError, match=rf"teacher\.path=.* {positions} positions.* {longest} tokens"):
+            with pytest.raises(ValueError, match=rf"teacher\.path=.* context length of {positions}.* {longest} tokens"):
                 loaded(settings)
 
 
@@ -342,7 +344,10 @@ def test_a_server_with_too_few_positions_is_refused(model: Path, other: Path) ->
     longest = longest_sampled(model)
     with StandIn(other, max_model_len=longest + 1) as serving:
         assert loaded(config(model, serving.url)).teacher.positions == longest
-    with StandIn(other, max_model_len=longest) as serving, pytest.raises(ValueError, match=f"{longest - 1} positions"):
+    with (
+        StandIn(other, max_model_len=longest) as serving,
+        pytest.raises(ValueError, match=f"context length of {longest - 1}"),
+    ):
         loaded(config(model, serving.url))
 
 
@@ -367,7 +372,7 @@ def test_a_given_answer_beyond_the_teachers_positions_is_refused(model: Path, ot
     loaded(config(model, enough, **sections, distill={"on_policy_fraction": 0.5}))
     short = with_positions(other, tmp_path / "short", 51)
     loaded(config(model, short, **sections))
-    with pytest.raises(ValueError, match=r"row 2 has 52 tokens.* 51 positions"):
+    with pytest.raises(ValueError, match=r"row 2 has 52 tokens.* context length of 51"):
         loaded(config(model, short, **sections, distill={"on_policy_fraction": 0.5}))
 
 

@@ -25,7 +25,7 @@ from tinyrl.training.grpo import loss_options
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience
 from tinyrl.training.ppo import Ppo
-from tinyrl.training.run import RunState
+from tinyrl.training.run_state import RunState
 from tinyrl.training.step import Pass, Updater, role_optimizers
 
 
@@ -83,8 +83,8 @@ def test_in_bfloat16_a_policy_that_does_not_move_has_ratio_1_in_every_epoch(
         "generation": {"max_new_tokens": 16},
         "run": {"num_steps": 1, "eval_prompts": 0, "eval_every": 0, "micro_batch_tokens": 128},
         "critic": {"warmup_steps": 0},
-        "grpo": {"preset": "gspo", "num_prompts": 8, "group_size": 4, "num_epochs": 2, "minibatch_size": 8},
-        "ppo": {"num_prompts": 32, "num_epochs": 2, "minibatch_size": 8},
+        "grpo": {"preset": "gspo", "num_prompts": 4, "group_size": 4, "num_epochs": 2, "minibatch_size": 8},
+        "ppo": {"num_prompts": 16, "num_epochs": 2, "minibatch_size": 8},
     }
     run = trained(running.config(method, sharp, **sections), tmp_path)
     first = next(line for line in running.metrics(run) if "policy/ratio" in line)

@@ -34,7 +34,7 @@ from tinyrl.training.kernel_trial import (
     refusal,
 )
 from tinyrl.training.method import Pass
-from tinyrl.training.run import CheckpointState
+from tinyrl.training.run_state import CheckpointState
 from tinyrl.training.step import Updater, role_optimizers
 
 VARLEN_ATTN = "torch.nn.attention.varlen.varlen_attn"

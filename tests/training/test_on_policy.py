@@ -20,7 +20,7 @@ from tests import running
 from tests.training.experiences import experience_of
 from tests.training.rows import loaded, trained
 from tinyrl.config.method_sections import GrpoConfig
-from tinyrl.generation.engines import CachedEngine
+from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
@@ -30,7 +30,8 @@ from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience, LossInputs, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
 from tinyrl.training.prompt_sampler import PassRates, PassRecord
-from tinyrl.training.run import Run, RunState
+from tinyrl.training.run import Run
+from tinyrl.training.run_state import RunState
 
 LENGTHS = 8
 
@@ -436,10 +437,10 @@ def test_sampling_that_is_measured_to_be_inexact_is_corrected_for(
     sample = CachedEngine.sample
 
     def shifted(self: CachedEngine, *args: Any, **options: Any) -> Any:
-        groups = sample(self, *args, **options)
-        for completion in (one for group in groups for one in group):
+        samples = sample(self, *args, **options)
+        for completion in samples:
             completion.logprobs[:] = [logprob - 0.01 for logprob in completion.logprobs]
-        return groups
+        return samples
 
     monkeypatch.setattr(CachedEngine, "sample", shifted)
     twice = {"grpo": {"num_epochs": 2}, "run": {"num_steps": 4, "save_every": 1, "keep_checkpoints": 9}}

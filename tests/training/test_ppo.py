@@ -32,7 +32,8 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.policy_loss import Experience
 from tinyrl.training.ppo import Ppo
 from tinyrl.training.rows import Example
-from tinyrl.training.run import Run, RunState
+from tinyrl.training.run import Run
+from tinyrl.training.run_state import RunState
 from tinyrl.training.step import Pass, Updater
 
 A2C = {"preset": "a2c", "num_epochs": 1, "minibatch_size": None}
@@ -332,12 +333,12 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: Tin
         got = policy.value_head(last_states(policy.backbone("critic"), batch))
     if lora:
         with torch.no_grad(), policy.acting("reward"):
-            wanted = policy.scores(batch).tolist()
+            wanted = policy.reward_scores(batch).tolist()
     else:
         folder = str(run.checkpoints / "step-000005")
         model = load_reward_model(folder, dtype=torch.float32, label=None, device=torch.device("cpu"))
         texts = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
-        wanted = model.scores(texts, micro_batches=MicroBatches(torch.device("cpu"), 512))
+        wanted = model.reward_scores(texts, micro_batches=MicroBatches(torch.device("cpu"), 512))
     assert got.tolist() == pytest.approx(wanted, abs=1e-5)
     assert abs(wanted[0] - wanted[1]) > 1e-3
     assert policy.critic_kind == ("adapter" if lora else "separate")

@@ -20,7 +20,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.training import run as training_run
 from tinyrl.training.launch import _check_alike
 from tinyrl.training.on_policy import OnPolicy
-from tinyrl.training.run import CheckpointState, RunState
+from tinyrl.training.run_state import CheckpointState, RunState
 from tinyrl.training.step import Updater
 
 TEXT = {"ptx_coef": 0.5, "ptx_data": str(Path(__file__).parents[1] / "text_rows.jsonl")}

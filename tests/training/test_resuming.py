@@ -40,10 +40,11 @@ from tinyrl.tasks.own import close_workers
 from tinyrl.training import changes as changing
 from tinyrl.training import inputs as hashing
 from tinyrl.training import launch as launching
-from tinyrl.training import run as training_run
+from tinyrl.training import saver as training_saver
 from tinyrl.training.changes import ChangedInput
 from tinyrl.training.launch import fork, started_with
-from tinyrl.training.run import STATE, Best, CheckpointState, Controllers, InputHashes, Run, RunState
+from tinyrl.training.run_state import STATE, Best, CheckpointState, Controllers, InputHashes, RunState
+from tinyrl.training.saver import Saver
 from tinyrl.training.step import Updater
 
 STEPS = 3
@@ -412,7 +413,7 @@ def on_full_disk(
     """(exit code, checkpoints) of a run that saves each step; the disk refuses the last one so many times. The best
     evaluation is that of step 0.
     """
-    plain, left = training_run.save_file, [refusals]
+    plain, left = training_saver.save_file, [refusals]
 
     def write(tensors: dict[str, torch.Tensor], file: Path) -> None:
         if file.parent.name.endswith(f"step-{steps:06d}") and left[0]:
@@ -420,7 +421,7 @@ def on_full_disk(
             raise OSError(number, os.strerror(number))
         plain(tensors, file)
 
-    monkeypatch.setattr(training_run, "save_file", write)
+    monkeypatch.setattr(training_saver, "save_file", write)
     run = {"num_steps": steps, "save_every": 1, "keep_checkpoints": 9, "eval_every": 0}
     settings = running.config("grpo", model, run=run, optim={"learning_rate": 1e-9})
     code, made, _ = running.train(settings, folder)
@@ -464,7 +465,7 @@ def test_a_resume_under_new_settings_that_fails_to_load_leaves_the_run_as_it_was
         raise Interrupted("SIGTERM")
 
     changed = changed_config(run, ["grpo.kl_coef=0.1", "grpo.num_epochs=2"])
-    for where in ("tinyrl.training.run.restore_rng", "tinyrl.training.grpo.Grpo.sample_groups"):
+    for where in ("tinyrl.training.step_start.restore_rng", "tinyrl.training.grpo.Grpo.sample_groups"):
         before = contents(run)
         with monkeypatch.context() as patch:
             patch.setattr(where, fail)
@@ -700,12 +701,12 @@ def test_a_budget_is_kept_on_the_device_that_it_fits(
     here: str, there: str | None, kept: int, tokens: int, monkeypatch: pytest.MonkeyPatch, *, unmeasured: bool
 ) -> None:
     """A measured one, and one that was halved; an earlier version (None) did not write where."""
-    monkeypatch.setattr("tinyrl.training.run.device_name", lambda device: here)
+    monkeypatch.setattr("tinyrl.training.saver.device_name", lambda device: here)
     budget = MicroBatches(torch.device("cpu" if here == "cpu" else "cuda"))
     own: dict[str, Any] = {"micro_batch_tokens": kept, "micro_batch_device": there, "python_random": [], "records": {}}
     state = CheckpointState(run=RunState(), sources=InputHashes(), config={}, **own)
     run: Any = SimpleNamespace(policy=SimpleNamespace(micro_batches=budget, device=budget.device))
-    Run._restore_budget(run, state)
+    Saver._restore_budget(run, state)
     assert (budget.tokens, budget.unmeasured) == (tokens, unmeasured)
 
 
@@ -723,7 +724,7 @@ def test_a_halved_limit_of_sampled_rows_is_kept_on_its_device(
     there: str | None, kept: int | None, set_then: int | None, rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where generation.max_rows is another setting now, that one counts."""
-    monkeypatch.setattr("tinyrl.training.run.device_name", lambda device: "H200")
+    monkeypatch.setattr("tinyrl.training.saver.device_name", lambda device: "H200")
     own: dict[str, Any] = {"micro_batch_tokens": 1, "micro_batch_device": there, "python_random": [], "records": {}}
     before = {"generation": {"max_rows": set_then}}
     state = CheckpointState(run=RunState(), sources=InputHashes(), config=before, max_rows=kept, **own)
@@ -733,7 +734,7 @@ def test_a_halved_limit_of_sampled_rows_is_kept_on_its_device(
         config=SimpleNamespace(generation=SimpleNamespace(max_rows=None)),
         method=SimpleNamespace(restore_max_rows=restored.append),
     )
-    Run._restore_max_rows(run, state)
+    Saver._restore_max_rows(run, state)
     assert restored == ([] if rows is None else [rows])
 
 

@@ -98,7 +98,7 @@ def test_a_fully_trained_model_is_a_plain_classifier_with_centred_scores(model: 
     reward = load_reward_model(str(folder), dtype=torch.float32, label=None, device=torch.device("cpu"))
     texts = [row["prompt"] + row[side] for side in ("chosen", "rejected") for row in MARGINS]
     tokens = [reward.tokenizer.encode(text) for text in texts]
-    scores = reward.scores(tokens, micro_batches=MicroBatches(torch.device("cpu"), 512))
+    scores = reward.reward_scores(tokens, micro_batches=MicroBatches(torch.device("cpu"), 512))
     chosen, rejected = scores[: len(MARGINS)], scores[len(MARGINS) :]
     assert sum(a > b for a, b in zip(chosen, rejected, strict=True)) > 0.9 * len(MARGINS)
     assert abs(sum(scores)) / len(scores) < 0.2  # training pairs and a few held-out ones

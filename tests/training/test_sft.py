@@ -208,7 +208,9 @@ def test_loss_and_gradients_are_those_of_trl(form: str, tmp_path: Path) -> None:
 def test_a_row_longer_than_the_models_positions_is_refused_or_cut(chatty: Path, tmp_path: Path) -> None:
     """Its first turn fits and is kept; with the second it is too long."""
     rows: list[Row] = [TALKS[1], {"messages": talk("hi", "hello", "more", "x" * POSITIONS)}]
-    with pytest.raises(ValueError, match=rf"(?s)model's {POSITIONS} positions.*row 2.*task\.on_overlong_prompt=drop"):
+    with pytest.raises(
+        ValueError, match=rf"(?s)model's context length of {POSITIONS}.*row 2.*task\.on_overlong_prompt=drop"
+    ):
         on_all("sft", chatty, tmp_path, rows)
     method = on_all("sft", chatty, tmp_path, rows, task={"on_overlong_prompt": "drop"})
     assert [len(row) for row in method.train_rows] == [1, 1]

@@ -2,12 +2,15 @@
 
 import math
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tinyrl.environments.worker_service import EnvironmentFacts
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import protocol
+from tinyrl.workers.loading import use_of
 from tinyrl.workers.values import RowFailure, RowResults
 
 REWARD = """
@@ -102,3 +105,12 @@ def test_results_arrive_as_they_were_and_others_are_malformed():
     ):
         with pytest.raises(protocol.Malformed):
             protocol.results_in({**reply, name: wrong}, 2)
+
+
+def test_a_record_that_is_not_the_hosts_does_not_load() -> None:
+    """Whoever holds the pipe may have written any fields."""
+    with (
+        FunctionReward(use_of(partial(len)), setting="reward") as reward,
+        pytest.raises(ValueError, match="could not be loaded"),
+    ):
+        reward.host_facts(EnvironmentFacts)

@@ -7,6 +7,7 @@ also where a response was cut off at its limit: nothing is bootstrapped.
 Groups may hold NaN scores ("does not apply", "dropped"): they are left out and get 0.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -74,14 +75,14 @@ def group_advantages(scores: Tensor, *, group_size: int, scale: AdvantageScale) 
     scores: (B,), B = P * group_size; the scores of prompt p are [p * group_size, (p + 1) * group_size) -> (B,).
     """
     assert scale in ("std", "batch", "none"), f"scale is {scale!r}"
-    groups, valid, mean, varied = _by_group(scores, group_size)
-    advantages = groups - mean
+    groups = _by_group(scores, group_size)
+    advantages = groups.scores - groups.mean
     if scale == "std":
-        variance = advantages.square().sum(dim=1, keepdim=True) / (valid.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+        variance = advantages.square().sum(dim=1, keepdim=True) / (groups.count - 1).clamp(min=1)
         advantages = advantages / (variance.sqrt() + STD_EPS)
     elif scale == "batch":
-        advantages = advantages / (_deviation(groups[valid]) + STD_EPS)
-    return torch.where(varied, advantages, 0.0).flatten()
+        advantages = advantages / (_deviation(groups.scores[groups.valid]) + STD_EPS)
+    return torch.where(groups.varied, advantages, 0.0).flatten()
 
 
 @torch.no_grad()
@@ -90,9 +91,9 @@ def rloo_advantages(scores: Tensor, *, group_size: int) -> Tensor:
 
     RLOO (2402.14740) section 3. Shapes, NaN scores and groups with equal rewards are as in `group_advantages`.
     """
-    groups, valid, mean, varied = _by_group(scores, group_size)
-    count = valid.sum(dim=1, keepdim=True)
-    return torch.where(varied, (groups - mean) * count / (count - 1).clamp(min=1), 0.0).flatten()
+    groups = _by_group(scores, group_size)
+    advantages = (groups.scores - groups.mean) * groups.count / (groups.count - 1).clamp(min=1)
+    return torch.where(groups.varied, advantages, 0.0).flatten()
 
 
 @torch.no_grad()
@@ -118,8 +119,19 @@ def _deviation(x: Tensor) -> Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())
 
 
-def _by_group(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores (P, G) with the group's mean for NaN, valid (P, G), mean (P, 1), varied (P, 1): two scores differ."""
+@dataclass(frozen=True)
+class Groups:
+    """The scores of P prompts by group, and what is known of each group."""
+
+    scores: Tensor  # (P, G), with the group's mean for NaN
+    valid: Tensor  # (P, G): not NaN
+    count: Tensor  # (P, 1): valid scores
+    mean: Tensor  # (P, 1)
+    varied: Tensor  # (P, 1): two scores differ
+
+
+def _by_group(scores: Tensor, group_size: int) -> Groups:
+    """Lay scores (B,) out by group."""
     assert scores.dim() == 1, f"scores must be (B,), not {tuple(scores.shape)}"
     assert group_size >= 1, f"group_size is {group_size}"
     assert len(scores) % group_size == 0, f"{len(scores)} scores are no multiple of group_size {group_size}"
@@ -129,7 +141,13 @@ def _by_group(scores: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor, 
     mean = masked_mean(groups, valid, dim=1).unsqueeze(1)
     largest = keep_true(groups, valid, -torch.inf).amax(dim=1, keepdim=True)
     smallest = keep_true(groups, valid, torch.inf).amin(dim=1, keepdim=True)
-    return torch.where(valid, groups, mean), valid, mean, largest > smallest
+    return Groups(
+        scores=torch.where(valid, groups, mean),
+        valid=valid,
+        count=valid.sum(dim=1, keepdim=True),
+        mean=mean,
+        varied=largest > smallest,
+    )
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ What differs from the papers: the log-ratio is clamped to +-20 before exp; the c
 the KL term is a loss of its own, with any weight, estimator and aggregation; old_logprobs, old_values, advantages,
 returns and token_weights are detached here, in case the caller forgot.
 Denominators. A loss is a sum over this micro-batch divided by `denominator`, the count of the whole optimizer step
-(None: of this batch; see masking.aggregate), so the gradients of micro-batches add up to the gradient of the step.
+(None: of this batch; see `aggregate`), so the gradients of micro-batches add up to the gradient of the step.
 Metrics. Detached 0-dim tensors that add up: with the step's denominator, the sum of a metric over the micro-batches is
 its mean over the step. They are averaged as the loss is: over tokens ("token"), or within each sequence and then over
 sequences ("sequence"). With "constant" and "sequence-sum" the loss's divisor is not a count of tokens, so metrics are
@@ -30,11 +30,35 @@ import torch
 from torch import Tensor
 
 from tinyrl.algorithms.kl import MAX_LOG_RATIO
-from tinyrl.algorithms.masking import Aggregation, aggregate, assert_shapes, keep_true, masked_mean, masked_sum
+from tinyrl.algorithms.masking import assert_shapes, keep_true, masked_mean, masked_sum
 
+Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 Metrics = dict[str, Tensor]
 RatioLevel = Literal["token", "sequence"]
 Mismatch = Literal["token", "sequence", "token-mask", "sequence-mask"]
+
+
+def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator: float | None = None) -> Tensor:
+    """Reduce per-token terms (B, T) to one number (0-dim float32). No other place of a loss chooses its denominator D.
+
+        token         (sum_b sum_t m[b, t] x[b, t]) / D          D: True tokens of the optimizer step
+        sequence      (sum_b mean over True t of x[b, t]) / D    D: sequences of the step with at least one True token
+        sequence-sum  (sum_b sum_t m[b, t] x[b, t]) / D          D: the same
+        constant      (sum_b sum_t m[b, t] x[b, t]) / D          D: any number, the same for every step; required
+
+    With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
+    A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
+    D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
+    """
+    assert_shapes(mask, x=x)
+    assert denominator is None or denominator >= 0, f"denominator is {denominator}"
+    assert aggregation in ("token", "sequence", "sequence-sum", "constant"), f"aggregation is {aggregation!r}"
+    total = masked_mean(x, mask, dim=1).sum() if aggregation == "sequence" else masked_sum(x, mask)
+    if denominator is not None:
+        return total / (denominator or 1)
+    assert aggregation != "constant", "aggregation 'constant' needs a denominator, say sequences * max_new_tokens"
+    count = mask.sum() if aggregation == "token" else mask.any(dim=1).sum()
+    return total / count.clamp(min=1)
 
 
 def importance_ratio(

@@ -1,17 +1,12 @@
-"""Masked sums, means and whitening, and the aggregation of per-token terms into one number.
+"""Masked sums, means and whitening.
 
 Every function takes a bool mask, True = this entry counts. What lies under False may be anything, inf and NaN included:
 it is replaced before any arithmetic, so that neither value nor gradient sees it (0 * NaN is NaN, in backward too).
-`aggregate` is the only place where a loss chooses its denominator.
 In this room x[b, t] is of response b in [0, B) and token t in [0, T), and shapes are asserted (AssertionError).
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-
-Aggregation = Literal["token", "sequence", "sequence-sum", "constant"]
 
 
 def assert_shapes(mask: Tensor, **tensors: Tensor) -> None:
@@ -53,26 +48,3 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     centred = keep_true(centred - masked_mean(centred, mask), mask)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
     return centred * torch.rsqrt(variance + 1e-8)
-
-
-def aggregate(x: Tensor, mask: Tensor, *, aggregation: Aggregation, denominator: float | None = None) -> Tensor:
-    """Reduce per-token terms (B, T) to one number (0-dim float32), with a named denominator D.
-
-        token         (sum_b sum_t m[b, t] x[b, t]) / D          D: True tokens of the optimizer step
-        sequence      (sum_b mean over True t of x[b, t]) / D    D: sequences of the step with at least one True token
-        sequence-sum  (sum_b sum_t m[b, t] x[b, t]) / D          D: the same
-        constant      (sum_b sum_t m[b, t] x[b, t]) / D          D: any number, the same for every step; required
-
-    With the same D in every micro-batch of a step, the results of the micro-batches add up to that of the whole batch.
-    A sequence without a True token counts neither in the sum nor in the default D. D None: counted in this batch.
-    D = 0 is the count of a step in which nothing counts: the result is 0, not NaN.
-    """
-    assert_shapes(mask, x=x)
-    assert denominator is None or denominator >= 0, f"denominator is {denominator}"
-    assert aggregation in ("token", "sequence", "sequence-sum", "constant"), f"aggregation is {aggregation!r}"
-    total = masked_mean(x, mask, dim=1).sum() if aggregation == "sequence" else masked_sum(x, mask)
-    if denominator is not None:
-        return total / (denominator or 1)
-    assert aggregation != "constant", "aggregation 'constant' needs a denominator, say sequences * max_new_tokens"
-    count = mask.sum() if aggregation == "token" else mask.any(dim=1).sum()
-    return total / count.clamp(min=1)

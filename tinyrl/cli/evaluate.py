@@ -13,10 +13,10 @@ import typer
 from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
+from tinyrl.evaluation.side import OwnSide
 from tinyrl.formatting import format_number
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
-from tinyrl.runs.run_dir import OwnSide
 from tinyrl.text import hang, terminal_columns
 
 NAME = 28  # most characters of a target's name above its column: its end says which checkpoint

@@ -23,7 +23,8 @@ from tinyrl.cli.together import Rule, check_not_empty, check_together
 from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
-from tinyrl.text import escape_control, mask_url
+from tinyrl.text import escape_control
+from tinyrl.urls import mask_url
 
 if TYPE_CHECKING:
     from tinyrl.models.parallel import World

@@ -42,7 +42,7 @@ def report(
 
 
 def show(
-    run: str = typer.Argument(metavar="RUN"),
+    run: str = typer.Argument(metavar="RUN", help="folder of the run"),
     samples: bool = typer.Option(
         False, "--samples", help="show samples of the last step; the options below select others"
     ),

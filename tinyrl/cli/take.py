@@ -13,13 +13,13 @@ from tinyrl.cli.together import Needs, Rule
 from tinyrl.process.launched import Options
 
 KEY = "TINYRL_KEY"
-Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL")]
+Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="run, checkpoint or model to sample from")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 OF_EXPORT: tuple[Rule, ...] = (Needs("--private", ("--push",), "it is about the repository on the hub"),)
 
 
 def export(
-    run: str = typer.Argument(metavar="RUN|CHECKPOINT"),
+    run: str = typer.Argument(metavar="RUN|CHECKPOINT", help="run, or one of its checkpoints"),
     merge: bool = typer.Option(False, "--merge", help="write one model, with the adapter merged into its base"),
     dtype: Dtype = typer.Option("auto", help="dtype of the merged model; auto: that of the base checkpoint"),
     output: str | None = typer.Option(
@@ -75,8 +75,8 @@ def serve(
         "settings of generation, and task.chat_template_kwargs", default=None
     ),
     port: int = typer.Option(8000, min=0, max=65535, help="port to listen on; 0: any free port"),
-    host: str = typer.Option("127.0.0.1", help=f"a non-local address requires an API key in {KEY}"),
-    max_rows: int = typer.Option(32, min=1, max=4096, help="maximum completions decoded at a time"),
+    host: str = typer.Option("127.0.0.1", help=f"address to listen on; a non-local one requires an API key in {KEY}"),
+    max_rows: int = typer.Option(32, min=1, max=4096, help="maximum number of completions decoded at once"),
     *,
     options: Options,
 ) -> None:

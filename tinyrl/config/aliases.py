@@ -443,11 +443,9 @@ TABLE = (
         "max_seq_length max_length max_len",
         not_needed("prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens"),
         under={
-            "sft": cannot_be_set(
-                "a row may have as many tokens as the model has positions (longer ones: task.on_overlong_prompt)"
-            ),
+            "sft": cannot_be_set("a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"),
             "reward": cannot_be_set(
-                "a row may have as many tokens as the model has positions (longer ones: task.on_overlong_prompt)"
+                "a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"
             ),
             "dpo": setting("dpo.max_tokens"),
         },

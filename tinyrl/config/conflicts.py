@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.sections import GenerationConfig, starter_path
-from tinyrl.text import is_address, mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address, mask_url
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -311,14 +312,14 @@ def _method_contradictions(config: Config) -> Iterator[Refusal]:
         path = truncate(mask_url(str(teacher.path)))
         yield Refusal(
             ("teacher.quantization", "teacher.path"),
-            f"teacher.quantization={teacher.quantization} is of a model of its own, and teacher.path={path} is none",
+            f"teacher.quantization={teacher.quantization} is for a separate model, and teacher.path={path} is not one",
         )
     if config.method == "ppo" and ppo.target_kl is not None and ppo.kl_coef == 0:
         yield Refusal(
             ("ppo.target_kl", "ppo.kl_coef"),
             f"ppo.target_kl={ppo.target_kl} adapts ppo.kl_coef by a factor, and ppo.kl_coef=0 stays 0",
         )
-    given_answers = f"distill.on_policy_fraction={fraction} takes given answers, which are no episodes of"
+    given_answers = f"distill.on_policy_fraction={fraction} takes given answers, which are not episodes of"
     if config.method == "distill" and fraction < 1 and environment.name:
         yield Refusal(
             ("distill.on_policy_fraction", "environment.name"), f"{given_answers} environment.name={environment.name}"
@@ -345,3 +346,14 @@ def training_conflicts(config: Config) -> Iterator[Refusal]:
         yield Refusal(("generation.top_k",), f"generation.top_k={generation.top_k} {why}")
     if config.samples and generation.top_p != fields["top_p"].default:
         yield Refusal(("generation.top_p",), f"generation.top_p={generation.top_p} {why}")
+
+
+# ---- rows ----
+
+
+def check_data_given(config: Config) -> None:
+    """Raise Refusal for a method that learns from rows, without task.data."""
+    if config.task.data is None:
+        raise Refusal(
+            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
+        )

@@ -7,8 +7,10 @@ a run's configuration is derived anew, so a resume without overrides is of confi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -28,6 +30,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, GenerationConfig, Section
 from tinyrl.config.settings import fields_of
 from tinyrl.process.errors import UnknownSettings
+from tinyrl.text import truncate
 
 FULL_RATE = 1e-6  # of the policy; with LoRA, which starts at nothing, fifty times as much
 LORA_RATE = 5e-5
@@ -171,10 +174,21 @@ def derive(given: Given, facts: FactsOf = no_facts, *, missing: Sequence[str] = 
     besides, for the answer to unknown names.
     """
     config = _whole(given.values, given, facts, missing=missing)
-    with refusals_at(given.places):
+    with refusals_at(config.given.places):
         _check_effect(config, given)
         raise_first(contradictions(config))
     return config
+
+
+def with_num_steps(config: Config, *, rows: int, of_step: int) -> Config:
+    """Return the configuration with the run.num_steps that run.epochs gives: passes over `rows` training rows,
+    `of_step` of them a step. The configuration itself where run.epochs is null.
+    """
+    epochs = config.run.epochs
+    if epochs is None:
+        return config
+    num_steps = math.ceil(Fraction(str(epochs)) * rows / of_step)
+    return config.model_copy(update={"run": config.run.model_copy(update={"num_steps": num_steps})})
 
 
 def check_overrides(method: str, overrides: Sequence[str]) -> None:
@@ -187,7 +201,7 @@ def check_overrides(method: str, overrides: Sequence[str]) -> None:
                 raise REMOVED[setting].refusal(setting, text)
             own = METHODS[method].section
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
-            raise Refusal((setting,), f"`{section}` is no section of `train {method}`.{meant}")
+            raise Refusal((setting,), f"`{section}` is not a section of `train {method}`.{meant}")
 
 
 def kept_against(config: Config, facts: FactsOf = no_facts) -> Iterator[str]:
@@ -235,7 +249,7 @@ def derive_over(config: Config, overrides: Sequence[str], facts: FactsOf = no_fa
     values = apply_overrides(values, overrides)
     changed = {*settings_in(apply_overrides({}, overrides))}
     whole = _whole(values, given, facts, changed=changed)
-    with refusals_at(given.places):
+    with refusals_at(whole.given.places):
         _check_effect(whole, given)
         raise_first(found for found in contradictions(whole) if changed & {*found.settings})
     return whole
@@ -247,7 +261,7 @@ def rebuilt(values: dict[str, Any], overrides: Sequence[str] = (), facts: FactsO
     """
     given = Given(values).over(overrides)
     config = _whole(given.values, given, facts)
-    with refusals_at(given.places):
+    with refusals_at(config.given.places):
         _check_effect(config, given)
         raise_first(found for found in contradictions(config) if {*given.typed} & {*found.settings})
     return config
@@ -324,9 +338,27 @@ def _whole(
         if value != attrgetter(rule.setting)(config):
             config = config.with_setting(rule.setting, value)
             changed.add(rule.setting)
-    with refusals_at(given.places):
+    places = replace(given.places, follows=_follows(config, given, of_model))
+    with refusals_at(places):
         raise_first(conflicts(config))
-    return config.with_given(given)
+    return config.with_given(replace(given, places=places))
+
+
+def _follows(config: Config, given: Given, facts: ModelFacts) -> dict[str, dict[str, str]]:
+    """Return, for each setting that its rule gave another value than the default, the settings that it follows from,
+    with their values.
+    """
+    found = dict[str, dict[str, str]]()
+    for rule in RULES:
+        section, _, name = rule.setting.partition(".")
+        is_given = given.has(rule.setting, null_counts=rule.null_is_value) and not rule.always
+        if is_given or not rule.reads or not config.uses(section):
+            continue
+        own = getattr(config, section)
+        value = getattr(own, name)
+        if value != type(own).model_fields[name].default and value == rule.value(config, facts):
+            found[rule.setting] = {read: truncate(str(attrgetter(read)(config))) for read in rule.reads}
+    return found
 
 
 def _check_effect(config: Config, given: Given) -> None:

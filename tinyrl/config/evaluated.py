@@ -80,7 +80,7 @@ def teacher_of(config: Config) -> Config:
     path = config.teacher.path
     kind = config.teacher.kind
     if not config.uses("teacher") or path is None or kind not in ("adapter", "model"):
-        raise ValueError(f"--vs teacher: teacher.path={path} of this run is no adapter and no model to sample")
+        raise ValueError(f"--vs teacher: teacher.path={path} of this run is neither an adapter nor a model to sample")
     model = {"path": path, "adapter": None, "revision": None}
     if kind == "adapter":
         model = {"adapter": str(starter_path(path) or path)}

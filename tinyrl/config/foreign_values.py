@@ -247,7 +247,7 @@ def batch_size(setting: str, value: Any, given: ForeignNames) -> Copy:
     group = given.count("num_generations", 8)
     prompts, rest = divmod(rollout, group)
     if rest:
-        return Copy(without=f"{rollout} completions are no whole number of groups of {group}")
+        return Copy(without=f"{rollout} completions are not a whole number of groups of {group}")
     line = f"grpo.num_prompts={prompts}"
     counted = f"{rollout} completions of a rollout are {prompts} prompts x {group}"
     if update < rollout:

@@ -1,4 +1,4 @@
-"""What was said about a run: the values of a recipe, of the command line or of Python, each with its place.
+"""What was given for a run: the values of a recipe, of the command line or of Python, each with its place.
 
 `derive` makes the whole configuration of them. A setting that nobody gave has no value here, so that what follows from
 others can be told from what was asked for.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from tinyrl.text import is_address
+from tinyrl.urls import is_address
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config

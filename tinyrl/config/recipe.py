@@ -52,9 +52,9 @@ def find_recipe(name: str) -> Path:
     if key in packaged:
         return packaged[key]
     if is_data:
-        raise ValueError(f"'{truncate(name)}' is no recipe: rows are given by {shlex.quote(f'task.data={name}')}")
+        raise ValueError(f"'{truncate(name)}' is not a recipe: rows are given by {shlex.quote(f'task.data={name}')}")
     if key in METHODS_ELSEWHERE:
-        raise ValueError(f"'{key}' is no recipe: it is `tinyrl train {METHODS_ELSEWHERE[key]}` here")
+        raise ValueError(f"'{key}' is not a recipe: it is `tinyrl train {METHODS_ELSEWHERE[key]}` here")
     near = did_you_mean(key, [*packaged, *METHODS])
     raise ValueError(
         f"recipe '{truncate(name)}' is neither a file nor a packaged recipe.{near} See: tinyrl list recipes"

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url
 
 
 class Refusal(ValueError):
@@ -58,12 +60,13 @@ class Source:
 @dataclass(frozen=True)
 class Places:
     """Where settings were given: in a source, or in overrides laid over it. arguments: the argument of the Python API
-    that an override was, by its setting.
+    that an override was, by its setting; follows: the settings that a derived one follows from, and their values.
     """
 
     source: Source = field(default_factory=Source)
     overrides: tuple[str, ...] = ()
     arguments: dict[str, str] = field(default_factory=dict)
+    follows: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def override_of(self, setting: str) -> str | None:
         """Return the last override that gives the setting, or a part of it."""
@@ -93,16 +96,28 @@ class Places:
         return next((place for place in (*lines, *near) if place is not None), self.source.name)
 
     def sentence(self, refusal: Refusal) -> str:
-        """Return the sentence of a refusal with its place, and the places of its other settings."""
-        place = self.of(refusal.settings)
+        """Return the sentence of a refusal with its place, what its derived settings follow from, and the places of its
+        other settings.
+        """
+        derived = {setting: self.follows[setting] for setting in refusal.settings if setting in self.follows}
+        place = self.of([*refusal.settings, *chain.from_iterable(derived.values())])
         others: dict[str, list[str]] = {}  # settings by their place
         for setting in refusal.settings:
             given = self.given(setting)
             if given is not None and given != place:
                 others.setdefault(given, []).append(setting)
-        begun = f"{place}: {refusal.sentence}" if place else refusal.sentence
-        also = [f"{', '.join(settings)} ({given})" for given, settings in others.items()]
-        return f"{begun}. Also given: {'; '.join(also)}" if also else begun
+        sentences = [f"{place}: {refusal.sentence}" if place else refusal.sentence]
+        for setting, sources in derived.items():
+            by = [self._with_line(source, value) for source, value in sources.items()]
+            sentences.append(f"`{setting}` follows from {', '.join(by)}")
+        if others:
+            also = [f"{', '.join(names)} ({given})" for given, names in others.items()]
+            sentences.append(f"Also given: {'; '.join(also)}")
+        return ". ".join(sentences)
+
+    def _with_line(self, setting: str, value: str) -> str:
+        line = None if self.override_of(setting) else self.source.line(setting)
+        return f"{setting}={value}" if line is None else f"{setting}={value} ({line})"
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from tinyrl.config import sections
 from tinyrl.config.marks import Named, OnlyIf, OnlyKeeps, find_named, replace_named
 from tinyrl.config.method_sections import DistillConfig, DpoConfig, GrpoConfig, PpoConfig, RewardModelConfig, SftConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, MethodName, MethodSpec, is_method
-from tinyrl.text import mask_url
+from tinyrl.urls import mask_url
 
 if TYPE_CHECKING:
     from tinyrl.config.given import Given

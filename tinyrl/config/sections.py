@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler
 
 from tinyrl.config.marks import Names, OnlyIf, OnlyKeeps, RunKind
 from tinyrl.config.task_files import has_turns, searches
-from tinyrl.text import is_address, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address
 
 MOST = 1_000_000_000  # of a count: more is a slip, and products of it overflow
 LARGEST = 1_000_000  # of a coefficient, clip, cap or penalty: more is a slip, and overflows in float32 sooner or later
@@ -345,7 +346,7 @@ class RewardConfig(Section):
         default=None, description="index or name of the label whose score counts"
     )
     timeout_s: PositiveFloat = Field(
-        default=60.0, description="time limit of a call of the reward functions, in seconds"
+        default=60.0, description="time limit per call of the reward functions, in seconds"
     )
     truncated: Truncated = Field(
         default="keep", description="truncated completions: keep, mask in the loss, or penalize by subtracting 1"
@@ -427,7 +428,9 @@ class GenerationConfig(Section):
     server_sleep: Annotated[bool, ON_SERVER] = Field(
         default=False, description="put a server on the same GPU to sleep between rollouts"
     )
-    max_rows: Positive | None = Field(default=None, description="maximum completions decoded at a time; null: all")
+    max_rows: Positive | None = Field(
+        default=None, description="maximum number of completions decoded at once; null: all"
+    )
 
 
 class OptimConfig(Section):

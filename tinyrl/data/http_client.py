@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import httpx2
 
 from tinyrl.process.signals import check_stop
-from tinyrl.text import MASK, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import MASK
 
 POLL_S = 0.2  # between two checks for a signal
 MOST_BODY = 1 << 25  # bytes of an answer

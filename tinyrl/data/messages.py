@@ -128,7 +128,7 @@ def _message(value: Any, column: str) -> Message:
         return ValueError(f"'{column}' has a message {problem}: {value!r:.80}")
 
     if not isinstance(value, dict):
-        raise refuse("that is no object with role and content")
+        raise refuse("that is not an object with role and content")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
     if "role" not in message and "from" in message:  # ShareGPT
         sender, message["content"] = str(message.pop("from")), message.pop("value", "")
@@ -145,7 +145,7 @@ def _message(value: Any, column: str) -> Message:
         message["role"] = "system"
     calls = _without_nulls(parsed(message.pop("tool_calls", None), "tool_calls")) or []
     if not isinstance(calls, list):
-        raise refuse("whose `tool_calls` are no list")
+        raise refuse("whose `tool_calls` are not a list")
     if calls:
         message["tool_calls"] = [_tool_call(call) for call in calls]
     content = message.get("content", "")

@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable
-from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinyrl.data.images import without_paths
 from tinyrl.data.messages import as_messages, messages_of
 from tinyrl.data.readers import Row
-
-if TYPE_CHECKING:
-    from tinyrl.config.schema import Config
 
 SPLIT_SEED = 0  # of the rows that are held out, whatever run.seed is
 HELD_OUT_SHARE = 10  # one prompt in this many is held out if no evaluation data is given; of fewer prompts none
@@ -26,17 +21,6 @@ HELD_OUT_MOST = 512
 CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
-
-
-def with_num_steps(config: Config, *, rows: int, of_step: int) -> Config:
-    """Return the configuration with the run.num_steps that run.epochs gives: passes over `rows` training rows,
-    `of_step` of them a step. The configuration itself where run.epochs is null.
-    """
-    epochs = config.run.epochs
-    if epochs is None:
-        return config
-    num_steps = math.ceil(Fraction(str(epochs)) * rows / of_step)
-    return config.model_copy(update={"run": config.run.model_copy(update={"num_steps": num_steps})})
 
 
 def rows_needed(max_samples: int | None, *, split: bool) -> int | None:

@@ -23,7 +23,7 @@ import hashlib
 import itertools
 import json
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +32,8 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.endpoint.dialect import ContextOverflow, Refused
 from tinyrl.environments.environment import Dialogue
-from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, advanced
+from tinyrl.generation.drawing import advanced
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.generation.sample import FinishReason, Sample, SampleBuilder
 from tinyrl.models.tokens import template_text, tokens_behind
 from tinyrl.tasks.answers import after_answer, left_to_write, turn_closing
@@ -58,7 +59,7 @@ class AgentConversation:
 
     sample: SampleBuilder
     finish: FinishReason = "length"
-    last: Sequence | None = None
+    last: DecodedSequence | None = None
     was_denied: bool = False
     known: ClientInput | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
@@ -66,9 +67,9 @@ class AgentConversation:
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.sample.prompt, *self.sample.response]
+        return [*self.sample.request.prompt, *self.sample.response]
 
-    def add(self, read: list[int], answer: Sequence, *, known: ClientInput | None) -> None:
+    def add(self, read: list[int], answer: DecodedSequence, *, known: ClientInput | None) -> None:
         """Append tokens that were read and the answer to them."""
         assert answer.finish_reason is not None
         self.sample.read(read)
@@ -89,7 +90,7 @@ class Call:
 
     episode: AgentEpisode
     conversation: AgentConversation
-    sequence: Sequence
+    sequence: DecodedSequence
     given: ClientInput
     read: list[int]
     number: tuple[str, int]
@@ -128,13 +129,13 @@ class Call:
         elif text is not None and before is not None and before.text is not None and text.startswith(before.text):
             asked = text.removeprefix(before.text)
         else:  # tokens, or a text that repeats the answer a little otherwise
-            asked = str(self.episode.tokenizer.decode(self.read if dialogue.messages else self.sequence.prompt))
+            asked = str(self.episode.tokenizer.decode(self.read if dialogue.messages else self.sequence.request.prompt))
         dialogue.messages.append({"role": "user", "content": asked})
         dialogue.messages.append({"role": "assistant", "content": message["content"]})
 
     def give_up(self) -> None:
         """End a call that has no answer: its turn and its random numbers can be used again."""
-        self.sequence.cancelled = True
+        self.sequence.cancel()
         with self.episode.lock:
             if self.conversation.pending is not self:
                 return
@@ -150,7 +151,7 @@ class Continued:
     """A conversation that a call continues behind its last answer, and the tokens that the call adds."""
 
     conversation: AgentConversation
-    behind: Sequence
+    behind: DecodedSequence
     read: list[int]
 
     @property
@@ -161,23 +162,20 @@ class Continued:
 
 @dataclass
 class AgentEpisode:
-    """An episode under way. key: of its random numbers; left: tokens that a call may still sample (calls under way are
-    not counted, so that none depends on which ends first); calls: those answered; calls_left: those that may still be
-    begun; call_tokens: the most of one call; row: of its prompt in the data; numbers: of the calls answered and under
-    way, by prompt; over: its agent has ended; denied: what the first call that was denied had none of, turns or length
-    (tokens); was_cut: the last answer was cut off by a limit of the episode; has_overflowed: the model had no positions
-    left for one.
+    """An episode under way. request: for it, with the prompt of the data; the tokens of its calls are drawn as it says;
+    left: tokens that a call may still sample (calls under way are not counted, so that none depends on which ends
+    first); calls: those answered; calls_left: those that may still be begun; call_tokens: the most of one call;
+    numbers: of the calls answered and under way, by prompt; over: its agent has ended; denied: what the first call that
+    was denied had none of, turns or length (tokens); was_cut: the last answer was cut off by a limit of the episode;
+    has_overflowed: the model had no positions left for one.
     """
 
-    key: np.uint64
-    params: SamplingParams
-    role: SampledRole
+    request: Request
     left: int
     call_tokens: int
     calls_left: int
     tokenizer: PreTrainedTokenizerBase
     positions: int
-    row: int
     calls: int = 0
     over: bool = False
     denied: Literal["turns", "length"] | None = None
@@ -187,23 +185,21 @@ class AgentEpisode:
     numbers: set[tuple[str, int]] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def call(self, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]) -> Call | None:
-        """Begin a call; None if the episode has no calls or no tokens left. Raises Refused if it is over, and
-        ContextOverflow if the model has no position left.
+    def call(self, asked: Request, given: ClientInput) -> Call | None:
+        """Begin a call, `asked` as its client has it; None if the episode has no calls or no tokens left. Raises
+        Refused if it is over, and ContextOverflow if the model has no position left.
 
         It renders and encodes texts, which takes long; meanwhile the lock is free for answers to be recorded.
         """
         while True:
-            found = self._continued(prompt, given)
+            found = self._continued(asked.prompt, given)
             with self.lock:
                 if self.over:
                     raise Refused(401, "the episode is over")
                 if found is None or found.is_current:
-                    return self._begun(found, prompt, given, limit=limit, stop=stop)
+                    return self._begun(found, asked, given)
 
-    def _begun(
-        self, found: Continued | None, prompt: list[int], given: ClientInput, *, limit: int | None, stop: list[str]
-    ) -> Call | None:
+    def _begun(self, found: Continued | None, asked: Request, given: ClientInput) -> Call | None:
         """Begin a call that continues the conversation found, or else another one; the lock must be held."""
         conversation = None if found is None else found.conversation
         read = [] if found is None else found.read
@@ -212,29 +208,41 @@ class AgentEpisode:
             if conversation is not None:
                 conversation.was_denied = True
             return None
-        context = prompt if conversation is None else [*conversation.tokens, *read]
+        context = asked.prompt if conversation is None else [*conversation.tokens, *read]
         room = self.positions - len(context)
         if room < 1:
             raise ContextOverflow(f"{len(context)} tokens", positions=self.positions)
-        if conversation is None:
-            conversation = AgentConversation(SampleBuilder(context, row=self.row))
-            self.conversations.append(conversation)
+        own = self.request
         # The call's offset among the episode's random numbers is a function of its prompt and of how often that was
         # sent before, so that it does not depend on which of several calls comes first.
         digest = hashlib.sha256(json.dumps(context).encode()).hexdigest()
         number = next((digest, n) for n in itertools.count() if (digest, n) not in self.numbers)
         offset = hashlib.sha256(f"{digest} {number[1]}".encode()).hexdigest()
-        [key] = advanced(np.array([self.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
-        most = min(limit or self.call_tokens, self.call_tokens, self.left, room)
-        sequence = Sequence(context, self.params, key, most, stop, "cached", self.role)
+        [key] = advanced(np.array([own.key]), np.array([int(offset, 16) % (1 << FIRST_BITS)]))
+        most = min(asked.limit, self.call_tokens, self.left, room)
+        request = replace(
+            asked,
+            prompt=context,
+            key=key,
+            limit=most,
+            row=own.row,
+            temperature=own.temperature,
+            top_p=own.top_p,
+            top_k=own.top_k,
+            greedy=own.greedy,
+            role=own.role,
+        )
+        if conversation is None:
+            conversation = AgentConversation(SampleBuilder(request))
+            self.conversations.append(conversation)
         call = Call(
             self,
             conversation,
-            sequence,
+            DecodedSequence(request),
             given=given,
             read=read,
             number=number,
-            limited=limit is None or most < limit,
+            limited=most < asked.limit,
         )
         conversation.pending = call
         self.calls_left -= 1
@@ -246,7 +254,7 @@ class AgentEpisode:
             self.over = True
             for conversation in self.conversations:
                 if conversation.pending is not None:
-                    conversation.pending.sequence.cancelled = True
+                    conversation.pending.sequence.cancel()
 
     def dialogues(self) -> list[Dialogue]:
         """Return the messages of the conversations with an answer, in the order of `samples`."""
@@ -282,7 +290,7 @@ class AgentEpisode:
                 return Continued(conversation, behind=last, read=added)
         return None
 
-    def _text_behind(self, last: Sequence, known: ClientInput | None, text: str) -> list[int] | None:
+    def _text_behind(self, last: DecodedSequence, known: ClientInput | None, text: str) -> list[int] | None:
         """Encode what follows an answer in a text; None if the text does not begin with what is known."""
         if known is None or known.text is None:
             return None
@@ -290,15 +298,15 @@ class AgentEpisode:
         stripped = known.text.rstrip()
         if rest is None and text.startswith(stripped):
             behind = text[len(stripped) :]
-            ends_there = not behind or behind[0].isspace() or behind.startswith(tuple(last.stop))
+            ends_there = not behind or behind[0].isspace() or behind.startswith(tuple(last.request.stop))
             rest = behind if ends_there else None
         if rest is None:
             return None
-        if last.finish_reason == "stop" and not known.text.endswith(tuple(last.stop)):
-            rest = _without_stop(rest, last.stop)  # which was sampled, and not shown
+        if last.finish_reason == "stop" and not known.text.endswith(tuple(last.request.stop)):
+            rest = _without_stop(rest, last.request.stop)  # which was sampled, and not shown
         return tokens_behind(self.tokenizer, known.text, rest)
 
-    def _added(self, last: Sequence, known: ClientInput, given: ClientInput) -> list[int] | None:
+    def _added(self, last: DecodedSequence, known: ClientInput, given: ClientInput) -> list[int] | None:
         """Encode what the template writes for the messages behind an answer. None if they do not follow it, if tools or
         variables of the template differ, or if the template writes earlier turns otherwise once more follow (it may
         leave out their thinking).
@@ -308,7 +316,7 @@ class AgentEpisode:
         before = theirs[: len(ours)]
         if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if not all(_is_same(one, other, stops=last.stop) for one, other in zip(ours, before, strict=True)):
+        if not all(_is_same(one, other, stops=last.request.stop) for one, other in zip(ours, before, strict=True)):
             return None
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)

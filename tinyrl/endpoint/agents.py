@@ -16,9 +16,10 @@ from tinyrl.data.readers import Row
 from tinyrl.endpoint.agent_episode import AgentEpisode
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, SamplingParams, row_keys
+from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, SampleBuilder
-from tinyrl.generation.scheduler import LiveScheduler
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -58,46 +59,31 @@ class AgentRunner:
         """Return the most tokens of a prompt with its response: an agent's calls may fill the model's positions."""
         return self.positions
 
-    def play(
-        self,
-        prompts: list[PreparedPrompt],
-        requests: list[Request],
-        group_size: int,
-        *,
-        engine: SamplingEngine,
-        options: SampleOptions,
-    ) -> list[Sample]:
-        """Play `group_size` episodes for each request, in order; return the first conversation of each, with the
-        episode's record (`played`) and its other conversations (`further`). An episode that asked nothing has one token
-        that is not chosen. One that ran out of calls is out of turns, one that ran out of tokens or positions counts as
-        truncated, also where its agent failed over that.
+    def play(self, prompts: list[PreparedPrompt], requests: list[Request], *, engine: SamplingEngine) -> list[Sample]:
+        """Play an episode for each request, whose prompt is in `prompts`, in order; return the first conversation of
+        each, with the episode's record (`played`) and its other conversations (`further`). An episode that asked
+        nothing has one token that is not chosen. One that ran out of calls is out of turns, one that ran out of tokens
+        or positions counts as truncated, also where its agent failed over that.
         """
         if self._listening is None:
             self._listening = self._listen(engine)
         listening = self._listening
         endpoint = listening.endpoint
-        episodes = self._begin(requests, group_size, options, tokenizer=endpoint.tokenizer)
-        each = [prompt for prompt in prompts for _ in range(group_size)]
+        episodes = [self._begin(request, tokenizer=endpoint.tokenizer) for request in requests]
         named = {f"episode-{secrets.token_urlsafe(24)}": episode for episode in episodes}
         jobs = [
             {"row": {"prompt": p.prompt, **p.row}, "base_url": listening.url, "api_key": key, "model": MODEL}
-            for p, key in zip(each, named, strict=True)
+            for p, key in zip(prompts, named, strict=True)
         ]
-        endpoint.episodes = named
-        try:
+        with endpoint.serving(named):
             played = self.environment.play(jobs, ended=lambda place: episodes[place].end())
-        finally:
-            for episode in episodes:
-                episode.end()
-            endpoint.episodes = {}
-            endpoint.scheduler.release()
         failures = {failure.row: failure.reason for failure in played.failures}
         return [
-            self._sample_of(episode, prompt, text=text or "", failure=failures.get(place))
-            for place, (prompt, episode, text) in enumerate(zip(each, episodes, played.values, strict=True))
+            self._sample_of(episode, text=text or "", failure=failures.get(place))
+            for place, (episode, text) in enumerate(zip(episodes, played.values, strict=True))
         ]
 
-    def _sample_of(self, episode: AgentEpisode, prompt: PreparedPrompt, *, text: str, failure: str | None) -> Sample:
+    def _sample_of(self, episode: AgentEpisode, *, text: str, failure: str | None) -> Sample:
         """Return the first conversation of an episode that has ended, with its record and its other conversations.
         text: what the agent returned; failure: why it failed.
         """
@@ -106,7 +92,7 @@ class AgentRunner:
         conversations = episode.samples(cut_by=cut_by)
         if not conversations:
             failure = failure or f"`{self.environment.name}` asked the policy nothing"
-            nothing = SampleBuilder(prompt.tokens, row=episode.row)
+            nothing = SampleBuilder(episode.request)
             nothing.read([0])
             conversations = [nothing.sample(finish="length")]
         elif cut_by is not None or episode.was_cut:
@@ -130,43 +116,24 @@ class AgentRunner:
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
             {MODEL: "policy"},
-            defaults=SamplingParams(),
+            defaults=self.config.generation,
             hosts=LOCAL,
             episodes={},
-            max_new_tokens=0,
             positions=self.positions,
             variables=self.variables,
         )
         return Listening(endpoint)
 
-    def _begin(
-        self, requests: list[Request], group_size: int, options: SampleOptions, *, tokenizer: PreTrainedTokenizerBase
-    ) -> list[AgentEpisode]:
-        """Make `group_size` episodes for each request, in order, whose tokens are drawn by the settings of the run."""
-        settings = self.config.generation
-        greedy = options.get("greedy", False)
-        params = SamplingParams(
-            temperature=1.0 if greedy else settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            greedy=greedy,
+    def _begin(self, request: Request, *, tokenizer: PreTrainedTokenizerBase) -> AgentEpisode:
+        """Begin the episode of a request, whose tokens are drawn as it says; greedy ones at temperature 1."""
+        return AgentEpisode(
+            request=replace(request, temperature=1.0) if request.greedy else request,
+            left=self.config.generation.max_new_tokens,
+            call_tokens=self.call_tokens,
+            calls_left=self.config.environment.max_turns,
+            tokenizer=tokenizer,
+            positions=self.positions,
         )
-        rows = [request.prompt_row for request in requests for _ in range(group_size)]
-        keys = row_keys(requests, group_size, seed=options["seed"], step=options["step"])
-        return [
-            AgentEpisode(
-                key=key,
-                params=params,
-                role=options.get("role", "policy"),
-                left=settings.max_new_tokens,
-                call_tokens=self.call_tokens,
-                calls_left=self.config.environment.max_turns,
-                tokenizer=tokenizer,
-                positions=self.positions,
-                row=row,
-            )
-            for key, row in zip(keys, rows, strict=True)
-        ]
 
     def close(self) -> None:
         self.environment.close()

@@ -19,11 +19,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tinyrl.endpoint.dialect import JSON, EndedChoice, ListedToken, Refused
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.environments.tool_calls import ToolCall
-from tinyrl.generation.engine import SampledRole
-from tinyrl.generation.scheduler import LiveScheduler
-from tinyrl.generation.scoring import score
+from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.request import SampledRole
+from tinyrl.generation.scoring import logprobs_of_text
+from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.tasks.call_forms import CallForm
-from tinyrl.text import IncrementalDetokenizer
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE writes them
 
@@ -108,17 +108,17 @@ class AnswerWriter:
         logprobs = await self._logprobs(answer, choice) if answer.lists_logprobs else None
         content = choice.text
         if answer.echoes:
-            content = str(self.tokenizer.decode(sequence.prompt)) + content
+            content = str(self.tokenizer.decode(sequence.request.prompt)) + content
         fields = JSON()
         if answer.body.return_token_ids:
-            fields = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
+            fields = {"prompt_token_ids": sequence.request.prompt, "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
             begun = answer.begun
             said, calls = self.form.read(begun + content, tools=answer.body.tools)
             if calls and not any(call.problem for call in calls):
                 return EndedChoice(
                     content=said[len(begun) :].rstrip() or None,
-                    calls=call_entries(calls, of=[*sequence.prompt, *sequence.tokens]),
+                    calls=call_entries(calls, of=[*sequence.request.prompt, *sequence.tokens]),
                     reason="tool_calls",
                     logprobs=logprobs,
                     fields=fields,
@@ -140,14 +140,14 @@ class AnswerWriter:
         if not answer.likeliest and not answer.echoes:
             return self._sampled(choice)
         sequence = choice.sequence
-        prompt = sequence.prompt
+        prompt = sequence.request.prompt
         tokens = [*prompt, *sequence.tokens]
         job = partial(
-            score,
+            logprobs_of_text,
             self.scheduler.engine.policy,
             tokens,
             role=self.models[answer.body.model],
-            temperature=sequence.params.temperature,
+            temperature=sequence.request.temperature,
             likeliest=max(1, answer.likeliest),
         )
         try:

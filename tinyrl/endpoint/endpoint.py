@@ -4,7 +4,7 @@
     request_body.py                                             the fields of a request
     live_answer.py, answer_writer.py                            an answer that is being sampled, and how it is sent
 
-Requests are decoded together as they come (scheduler.py). What a client asks for and does not get is refused by name;
+Requests are decoded together as they come (live.py). What a client asks for and does not get is refused by name;
 in an agent's episode such wishes are for the policy to learn: they are listed, and ignored.
 
 Nothing here keeps other requests waiting: the number of sequences and of characters is limited before anything is
@@ -24,7 +24,8 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.messages import messages_of, refuse_images, tools_of
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.answer_writer import AnswerWriter
@@ -52,8 +54,9 @@ from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.request_body import Body
 from tinyrl.endpoint.responses import Responses
-from tinyrl.generation.engine import SampledRole, SamplingParams, Sequence, sample_keys
-from tinyrl.generation.scheduler import LIVE_STEP, LiveScheduler
+from tinyrl.generation.drawing import sample_keys
+from tinyrl.generation.live import LIVE_STEP, LiveScheduler
+from tinyrl.generation.request import DecodedSequence, Request, SampledRole
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
@@ -67,6 +70,7 @@ MOST_SEQUENCES = 4096  # of all requests together
 SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
 LEAST_TAKEN = 1 << 16  # bytes of a waiting answer that a client has to take within SLOW_S
 MOST_WISHES = 20  # fields that are listed
+NO_LIMIT = 1 << 60  # tokens of an agent's call that names no limit: its episode has one
 OWN_VARIABLES = {  # of a chat template, which are given here
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
 }  # fmt: skip
@@ -80,9 +84,9 @@ DIALECTS: dict[str, type[Dialect]] = {
 
 class Endpoint:
     """A scheduler's HTTP side. models: the role behind each name; key: what clients must bring (None: nothing);
-    defaults, max_new_tokens: of requests that do not say; positions: of the model; variables: of the chat template;
-    episodes: of agents, by the key that they bring (None: no agents). form: how the model writes calls of tools (None:
-    its template shows it none, or they cannot be read).
+    defaults: temperature, top_p, top_k and max_new_tokens of requests that do not say; positions: of the model;
+    variables: of the chat template; episodes: of agents, by the key that they bring (None: no agents). form: how the
+    model writes calls of tools (None: its template shows it none, or they cannot be read).
     """
 
     def __init__(
@@ -90,8 +94,7 @@ class Endpoint:
         scheduler: LiveScheduler,
         models: dict[str, SampledRole],
         *,
-        defaults: SamplingParams,
-        max_new_tokens: int,
+        defaults: GenerationConfig,
         positions: int,
         variables: dict[str, Any],
         key: str | None = None,
@@ -103,7 +106,6 @@ class Endpoint:
         self.defaults = defaults
         self.key = key
         self.tokenizer = scheduler.tokenizer
-        self.max_new_tokens = max_new_tokens
         self.positions = positions
         self.variables = variables
         self.episodes = episodes
@@ -132,6 +134,20 @@ class Endpoint:
         # A page in a browser may send here under a name of its own that leads to this machine.
         middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
         self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+    @contextmanager
+    def serving(self, episodes: dict[str, AgentEpisode]) -> Iterator[None]:
+        """Answer the agents of these episodes, by the key that each brings; at the end the episodes are over, and the
+        scheduler keeps nothing of them.
+        """
+        self.episodes = episodes
+        try:
+            yield
+        finally:
+            for episode in episodes.values():
+                episode.end()
+            self.episodes = {}
+            self.scheduler.release()
 
     # ---- requests ----
 
@@ -224,7 +240,7 @@ class Endpoint:
         except ValueError as error:
             raise Refused(400, f"the request is not JSON: {error}") from None
         if not isinstance(asked, dict):
-            raise Refused(400, "the request is JSON that is no object")
+            raise Refused(400, "the request is JSON that is not an object")
         return asked
 
     async def _prompts(self, answer: LiveAnswer, episode: AgentEpisode | None) -> list[list[int]]:
@@ -308,17 +324,18 @@ class Endpoint:
             raise Refused(400, "in an episode a call is one completion: n=1, one prompt")
         seed = secrets.randbits(62) if body.seed is None else body.seed
         keys = sample_keys(0, LIVE_STEP, prompts=np.full(count, seed), samples=np.arange(count))
-        submitted = list[Sequence]()
+        submitted = list[DecodedSequence]()
         for prompt, key in itertools.product(prompts, keys):
             if len(answer.choices) % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             call = None
             if episode is None:
-                sequence = self._sequence(answer, prompt, key)
-            elif call := await self._call(episode, prompt, answer):
-                sequence = call.sequence
+                asked = self._request(answer, prompt, key, limit=self._limit(answer, prompt))
+                sequence = DecodedSequence(asked)
             else:
-                sequence = Sequence(prompt, self.defaults, key, limit=0, finish_reason="length")
+                asked = self._request(answer, prompt, key, limit=answer.limit or NO_LIMIT)
+                call = await self._call(episode, asked, answer.given)
+                sequence = DecodedSequence(replace(asked, limit=0)) if call is None else call.sequence
             begins = sequence.finish_reason is None
             choice = Choice(
                 index=len(answer.choices),
@@ -331,40 +348,52 @@ class Endpoint:
                 call=call,
             )
             answer.choices.append(choice)
-            sequence.on_tokens = partial(answer.put_tokens, choice)
-            sequence.on_end = partial(answer.put, choice)
             if begins:
                 submitted.append(sequence)
             else:
-                answer.put(choice, None)
+                answer.put(choice.index, None)
         self.scheduler.submit(submitted)
 
-    async def _call(self, episode: AgentEpisode, prompt: list[int], answer: LiveAnswer) -> Call | None:
+    async def _call(self, episode: AgentEpisode, asked: Request, given: ClientInput) -> Call | None:
         """Begin a call of an episode in a thread, as that renders and encodes texts. It is given up if the request has
         been cancelled meanwhile.
         """
-        begin = partial(episode.call, prompt, answer.given, limit=answer.limit, stop=answer.body.stops)
-        task = asyncio.ensure_future(run_sync(begin))
+        task = asyncio.ensure_future(run_sync(episode.call, asked, given))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             task.add_done_callback(give_up_call)
             raise
 
-    def _sequence(self, answer: LiveAnswer, prompt: list[int], key: np.uint64) -> Sequence:
-        """Return a sequence as the request asks for it. Raises ContextOverflow if it has no room."""
-        body = answer.body
+    def _limit(self, answer: LiveAnswer, prompt: list[int]) -> int:
+        """Return the most new tokens of a request. Raises ContextOverflow if it has no room for them."""
         room = self.positions - len(prompt)
-        most = min(self.max_new_tokens, room) if answer.limit is None else answer.limit
+        most = min(self.defaults.max_new_tokens, room) if answer.limit is None else answer.limit
         if most > room:
             raise ContextOverflow(f"{len(prompt)} tokens and {most} new ones", positions=self.positions)
-        names = ("temperature", "top_p", "top_k")
-        of_body = {name: value for name in names if (value := getattr(body, name)) is not None}
-        params = replace(self.defaults, **of_body)
-        params = replace(params, top_k=max(0, params.top_k))
-        if params.temperature < LEAST_TEMPERATURE:
-            params = replace(params, temperature=1.0, greedy=True)
-        return Sequence(prompt, params, key, most, body.stops, "cached", self.models[body.model])
+        return most
+
+    def _request(self, answer: LiveAnswer, prompt: list[int], key: np.uint64, *, limit: int) -> Request:
+        """Return what is asked of the scheduler for an answer's next choice, as its client has it."""
+        body = answer.body
+        index = len(answer.choices)
+        temperature = self.defaults.temperature if body.temperature is None else body.temperature
+        top_k = self.defaults.top_k if body.top_k is None else body.top_k
+        greedy = temperature < LEAST_TEMPERATURE
+        return Request(
+            prompt=prompt,
+            key=key,
+            limit=limit,
+            temperature=1.0 if greedy else temperature,
+            top_p=self.defaults.top_p if body.top_p is None else body.top_p,
+            top_k=max(0, top_k),
+            greedy=greedy,
+            stop=body.stops,
+            role=self.models[body.model],
+            after="cached",
+            on_tokens=partial(answer.put_tokens, index),
+            on_end=partial(answer.put, index),
+        )
 
 
 def give_up_call(task: asyncio.Future[Call | None]) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tinyrl.endpoint.agent_episode import Call, ClientInput
 from tinyrl.endpoint.dialect import Dialect, EndedChoice, Refused, Usage
 from tinyrl.endpoint.request_body import Body
-from tinyrl.generation.engine import Sequence
+from tinyrl.generation.request import DecodedSequence
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
@@ -41,7 +41,7 @@ class Choice:
     """
 
     index: int
-    sequence: Sequence
+    sequence: DecodedSequence
     detokenizer: TurnDetokenizer
     stop: list[str] = field(default_factory=list)
     shows_stop: bool = False
@@ -107,7 +107,7 @@ class LiveAnswer:
         self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
         self.choices = list[Choice]()
         self.loop = asyncio.get_running_loop()
-        self.events = asyncio.Queue[tuple[Choice, Event] | None]()  # None: no client
+        self.events = asyncio.Queue[tuple[int, Event] | None]()  # None: no client
         self.client_has_gone = False
 
     @property
@@ -122,17 +122,17 @@ class LiveAnswer:
     @property
     def usage(self) -> Usage:
         one_of_each_prompt = self.choices[:: self.body.n or 1]
-        read = sum(len(choice.sequence.prompt) for choice in one_of_each_prompt)
+        read = sum(len(choice.sequence.request.prompt) for choice in one_of_each_prompt)
         written = sum(len(choice.sequence.tokens) for choice in self.choices if choice.ended)
         return Usage(prompt=read, completion=written)
 
-    def put_tokens(self, choice: Choice, tokens: list[int]) -> None:
-        """Queue new tokens, the last of their sequence; called by the scheduler's thread."""
-        logprobs = choice.sequence.logprobs[-len(tokens) :]
-        self.put(choice, NewTokens(tokens, logprobs))
+    def put_tokens(self, index: int, tokens: list[int]) -> None:
+        """Queue new tokens of a choice, the last of its sequence; called by the scheduler's thread."""
+        logprobs = self.choices[index].sequence.logprobs[-len(tokens) :]
+        self.put(index, NewTokens(tokens, logprobs))
 
-    def put(self, choice: Choice, event: Event) -> None:
-        self.loop.call_soon_threadsafe(self.events.put_nowait, (choice, event))
+    def put(self, index: int, event: Event) -> None:
+        self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
     async def watch(self, request: HttpRequest) -> None:
         """Wait until the client hangs up; `pieces` ends then."""
@@ -154,7 +154,8 @@ class LiveAnswer:
             event = await self.events.get()
             if event is None:
                 raise ClientDisconnect
-            choice, result = event
+            index, result = event
+            choice = self.choices[index]
             if isinstance(result, Exception):
                 raise Refused(500, f"sampling failed: {type(result).__name__}: {result}")
             if isinstance(result, NewTokens):
@@ -173,7 +174,7 @@ class LiveAnswer:
     def give_up(self) -> None:
         """End what is still sampled, and the calls of an agent whose answers were not sent."""
         for choice in self.choices:
-            choice.sequence.cancelled = True
+            choice.sequence.cancel()
             if choice.call is not None:
                 choice.call.give_up()
 

@@ -235,7 +235,7 @@ def _messages(instructions: Any, given: Any) -> Items:
         raise Refused(400, f"input must be text or a list of items, not {given!r:.60}")
     for item in given:
         if not isinstance(item, dict):
-            raise Refused(400, f"input has an item that is no object: {item!r:.60}")
+            raise Refused(400, f"input has an item that is not an object: {item!r:.60}")
         kind = item.get("type") or "message"
         if kind == "message":
             role = "system" if item.get("role") == "developer" else item.get("role")

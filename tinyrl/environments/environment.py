@@ -51,7 +51,7 @@ class Environment:
         return transcript
 
     def as_completion(self, text: str, prompt: Prompt) -> Any:
-        """Return a text that nobody played, such as a gold answer, in the form of `completion`."""
+        """Return a text that nobody played, such as a reference answer, in the form of `completion`."""
         return [{"role": "assistant", "content": text}]
 
 
@@ -74,14 +74,15 @@ class Replies(Environment):
         length: Callable[[str], int],
         worker: WorkerFunction | None = None,
     ) -> None:
-        """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `worker`: where `respond`
-        is called, if it is user code; `length`: tokens of a text.
+        """`respond`, `stop` and `use`: the task's own, for a configuration that names none; `worker`: answers
+        in place of `respond`, if the task is user code; `length`: tokens of a text.
 
         Raises ValueError for code that is not there, and a built-in environment that cannot be opened.
         """
         self.max_turns = config.max_turns
         self.max_observation_tokens = config.max_observation_tokens
-        use = config.name or (None if config.tools or respond is not None else use)
+        task_answers = respond is not None or worker is not None
+        use = config.name or (None if config.tools or task_answers else use)
         self.built_in = use if use in BUILT_IN_ENVIRONMENTS else None
         self.name = self.built_in or task
         self.stop = stop
@@ -113,7 +114,6 @@ class Replies(Environment):
             self._about = self._opened.about
         elif worker is not None:
             self.workers = [worker]
-            self._respond = None
         if self._respond is not None:  # user code says so itself when it is called
             parameters = inspect.signature(self._respond).parameters.values()
             self.needed_columns = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
@@ -126,10 +126,10 @@ class Replies(Environment):
 
     def start(self) -> None:
         for worker in self.workers:
-            facts = worker.start()
-            self.schemas = facts["schemas"]
-            self.rewards = facts["rewards"]
-            self.has_openings = facts["opening"]
+            facts = worker.host_facts(worker_service.EnvironmentFacts)
+            self.schemas = facts.schemas
+            self.rewards = facts.rewards
+            self.has_openings = facts.opening
 
     def close(self) -> None:
         super().close()

@@ -32,7 +32,8 @@ from tinyrl.data.thoughts import without_thoughts
 from tinyrl.environments import BuiltIn, Reply, Transcript, last_turn
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.process.signals import watched
-from tinyrl.text import join_truncated, mask_url, resolve_url, truncate
+from tinyrl.text import join_truncated, truncate
+from tinyrl.urls import mask_url, resolve_url
 
 OPENING = "\n\n<information>"
 CLOSING = "</information>\n\n"

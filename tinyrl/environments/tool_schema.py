@@ -195,7 +195,7 @@ def _one_of(values: list[Any], *, of: str) -> Schema:
     """Return the schema of these values; its type lists the type of each once."""
     for value in values:
         if type(value) not in SCALARS:
-            raise ValueError(f"may be {value!r} ({of}), which is no str, int, float, bool or None")
+            raise ValueError(f"may be {value!r} ({of}), which is not a str, int, float, bool or None")
     names = [*dict.fromkeys(SCALARS[type(value)] for value in values)]
     return {"type": names[0] if len(names) == 1 else names, "enum": values}
 

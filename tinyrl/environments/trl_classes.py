@@ -23,7 +23,7 @@ from typing import Any
 
 from tinyrl.environments import DropEpisode, Message, Reply, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
-from tinyrl.workers.worker import awaited, parameters_of
+from tinyrl.workers.worker import awaited, facts_of
 
 MOST_LIVE = 4096  # cached instances; the oldest are dropped, and a replay makes them again
 
@@ -118,7 +118,7 @@ class ClassEnvironment:
     def _reset(self, row: dict[str, Any]) -> tuple[Any, str | None]:
         """Make an instance and reset it with the columns that its reset takes; return it and the text of reset."""
         instance = self._make()
-        known = parameters_of(instance.reset)["parameters"]
+        known = facts_of(instance.reset).parameters
         given = row if known is None else {name: row[name] for name in known if name in row}
         [text] = awaited([instance.reset(**copy.deepcopy(given))])  # which may change what it is given
         return instance, None if text is None else text_of(text)

@@ -19,6 +19,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -27,11 +28,26 @@ from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of,
 from tinyrl.environments.tool_schema import schema_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.text import first_line
+from tinyrl.workers.protocol import ServiceFacts
 from tinyrl.workers.values import RowResults, as_score, check_values, message_of
-from tinyrl.workers.worker import Service, awaited, parameters_of
+from tinyrl.workers.worker import Service, awaited, facts_of
 
 EPISODE = "episode"  # the parameter of a tool that the model does not see
 GIVEN = ("row", "base_url", "api_key", "model")  # to an agent
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """Facts about a user environment.
+
+    schemas     of its tools, as a chat template takes them; None: it has no tools
+    opening     whether it writes something before the first turn
+    rewards     whether episodes may have rewards of their own
+    """
+
+    schemas: list[dict[str, Any]] | None = None
+    opening: bool = False
+    rewards: bool = False
 
 
 def environment(objects: list[Any]) -> Service:
@@ -40,14 +56,15 @@ def environment(objects: list[Any]) -> Service:
     """
     [found] = objects
     if not inspect.isclass(found):
-        known = parameters_of(found)
-        if known["parameters"] is None or "transcripts" in known["parameters"]:
-            return serve_replies(found, rewards=True, **known)
-        if known["required"]:
+        takes = facts_of(found)
+        if takes.parameters is None or "transcripts" in takes.parameters:
+            return serve_replies(found, EnvironmentFacts(rewards=True), takes)
+        if takes.required:
             name = found.__name__
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
-    service = serve_replies(made.respond, tools=made.tools(), opening=True, rewards=made.has_reward)
+    facts = EnvironmentFacts(schemas=schemas(made.tools()) or None, opening=True, rewards=made.has_reward)
+    service = serve_replies(made.respond, facts)
 
     def opening(arguments: dict[str, list[Any]], _: int) -> RowResults:
         return RowResults([text and text[:MAX_TEXT_CHARS] for text in made.opening(**arguments)])
@@ -62,18 +79,20 @@ def environment(objects: list[Any]) -> Service:
 
 def tools(objects: list[Any]) -> Service:
     """Make the service of `environment.tools`."""
-    return serve_replies(respond_with(objects), tools=[_without_episode(tool) for tool in objects])
+    facts = EnvironmentFacts(schemas=schemas([_without_episode(tool) for tool in objects]) or None)
+    return serve_replies(respond_with(objects), facts)
 
 
-def serve_replies(respond: Callable[..., Any], *, tools: Sequence[Callable[..., Any]] = (), **facts: Any) -> Service:
-    """Make a service that answers turns, by default without openings and rewards. Replies are checked."""
-    common = {"schemas": schemas(tools) if tools else None, "opening": False, "rewards": False}
+def serve_replies(
+    respond: Callable[..., Any], facts: EnvironmentFacts = EnvironmentFacts(), takes: ServiceFacts = ServiceFacts()
+) -> Service:
+    """Make a service that answers turns; `takes`: the arguments of `respond`, by default any. Replies are checked."""
 
     def answer(arguments: dict[str, list[Any]], num_rows: int) -> RowResults:
         [returned] = awaited([respond(**arguments)])
         return check_values(returned, num_rows, check=as_reply)
 
-    return Service({"respond": answer}, common | facts)
+    return Service({"respond": answer}, replace(takes, of_host=asdict(facts)))
 
 
 def as_reply(value: Any) -> tuple[list[Any] | None, str]:
@@ -95,7 +114,7 @@ def as_reply(value: Any) -> tuple[list[Any] | None, str]:
         return None, f"gave the reward {problem}"
     results = getattr(value, "results", ())
     if not isinstance(results, list | tuple) or not all(isinstance(result, str) for result in results):
-        return None, "gave results that are no list of texts"
+        return None, "gave results that are not a list of texts"
     shown = [result[:MAX_TEXT_CHARS] for result in results]
     invalid, tool_error = (bool(getattr(value, name, False)) for name in ("invalid", "tool_error"))
     return [text[:MAX_TEXT_CHARS], done, number, invalid, shown, tool_error], ""
@@ -120,16 +139,16 @@ def _as_final_reward(value: Any) -> tuple[float | None, str]:
 def agent(objects: list[Any]) -> Service:
     """Make the service of `environment.agent`: a function that plays an episode against an endpoint."""
     [function] = objects
-    known = parameters_of(function)
-    if missing := [name for name in known["required"] if name not in GIVEN]:
+    takes = facts_of(function)
+    if missing := [name for name in takes.required if name not in GIVEN]:
         raise TypeError(f"takes {', '.join(missing)}; an agent is given {', '.join(GIVEN)}")
 
     def run(arguments: dict[str, list[Any]], _: int) -> RowResults:
-        names = arguments if known["parameters"] is None else arguments.keys() & known["parameters"]
+        names = arguments if takes.parameters is None else arguments.keys() & takes.parameters
         [value] = awaited([function(**{name: arguments[name][0] for name in names})])
         return RowResults(["" if value is None else text_of(value)[:MAX_TEXT_CHARS]])
 
-    return Service({"run": run}, {"whole": ["run"]})
+    return Service({"run": run}, ServiceFacts(whole=["run"]))
 
 
 # ---- tools ----

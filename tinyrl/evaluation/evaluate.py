@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,8 @@ from tinyrl.nan import mean, numbers
 from tinyrl.rollout.records import completion_text, sample_lines
 
 if TYPE_CHECKING:
-    from tinyrl.generation.engine import SampledRole
+    from tinyrl.generation.request import SampledRole
+    from tinyrl.rewards.scorer import Scorer
     from tinyrl.rollout.collect import Collector
     from tinyrl.tasks.prompts import PreparedPrompt
 
@@ -81,35 +82,28 @@ def evaluate(
     sampled = _evaluate(collector, prompts, samples, role=role)
     greedy = _evaluate(collector, prompts, 1, role=role, greedy=True)
     shared = ("num_prompts", "num_samples")
-    sampled.greedy = {name: value for name, value in greedy.metrics.items() if name not in shared}
-    sampled.samples += greedy.samples
-    sampled.why_dropped = sampled.why_dropped or greedy.why_dropped
     collector.scorer.forget()
-    return sampled
+    return replace(
+        sampled,
+        greedy={name: value for name, value in greedy.metrics.items() if name not in shared},
+        samples=sampled.samples + greedy.samples,
+        why_dropped=sampled.why_dropped or greedy.why_dropped,
+    )
 
 
 def _evaluate(
     collector: Collector, prompts: list[PreparedPrompt], samples: int, *, role: SampledRole, greedy: bool = False
 ) -> Evaluation:
+    """Measure `samples` completions of each prompt. Metrics are in the order in which they are shown."""
     scorer = collector.scorer
-    task = collector.task
     answers = collector.collect(prompts, group_size=samples, step=EVAL_STEP, greedy=greedy, role=role)
     texts = [completion_text(answer, scorer) for answer in answers]
-    rewards = [answer.reward for answer in answers]
-    columns = [[answer.scores[i] for answer in answers] for i in range(len(scorer.names))]
-    each = {f"reward/{name}": column for name, column in zip(scorer.names, columns, strict=True)}  # before weights
-    valid = numbers(rewards)
-    by_prompt = grouped(rewards, samples)
+    by_prompt = grouped([answer.reward for answer in answers], samples)
     whole = conversations(answers)
     lengths = length_metrics(whole)
-    interval_of = share_interval if scorer.right_or_wrong else interval
-    metrics = {
-        "reward_mean": mean(valid),
-        "reward_median": statistics.median(valid) if valid else math.nan,
-        "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
-        "reward_ci": interval_of([mean(group) for group in by_prompt]),
-        **{name: mean(column) for name, column in each.items() if numbers(column)},
-        **environment_metrics(whole),
+    metrics = reward_metrics(scorer, answers, by_prompt)
+    metrics |= environment_metrics(whole)
+    metrics |= {
         "mean_length": lengths["completion/mean_length"],
         "truncated": lengths["completion/truncated"],
         "dropped": sum(not answer.rewarded for answer in answers) if scorer.names else 0,
@@ -121,16 +115,7 @@ def _evaluate(
         metrics["stopped_in_thought"] = lengths[STOPPED_IN_THOUGHT]
     if not greedy:
         metrics |= _divergence(collector, whole, role)
-    verdicts = columns[0] if scorer.uses_verifier else None
-    repeated = [p for p in prompts for _ in range(samples)]
-    transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
-    tokens = [answer.response for answer in answers]
-    if verdicts is None and task.verify is not None:
-        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
-    if verdicts is not None:
-        final = task.answers(scorer.answers(repeated, tokens, transcripts), [prompt.row for prompt in repeated])
-        how: Any = {"is_pass": task.is_pass, "equal_by_verdict": task.equal_by_verdict}
-        metrics |= verdict_metrics(verdicts, final, samples, **how)
+    metrics |= verifier_metrics(collector, prompts, answers, samples)
     lines = sample_lines(
         answers,
         texts,
@@ -141,6 +126,42 @@ def _evaluate(
     )
     reasons = [answer.failures[0] for answer in answers if answer.failures and not answer.rewarded]
     return Evaluation(metrics, rewards=by_prompt, samples=lines, why_dropped=next(iter(reasons), ""))
+
+
+def reward_metrics(scorer: Scorer, answers: list[Sample], by_prompt: list[list[float]]) -> dict[str, Any]:
+    """Compute statistics of the rewards, `by_prompt`, and the mean of each reward function before weights."""
+    valid = numbers([answer.reward for answer in answers])
+    interval_of = share_interval if scorer.right_or_wrong else interval
+    metrics: dict[str, Any] = {
+        "reward_mean": mean(valid),
+        "reward_median": statistics.median(valid) if valid else math.nan,
+        "reward_std": statistics.stdev(valid) if len(valid) > 1 else 0.0,
+        "reward_ci": interval_of([mean(group) for group in by_prompt]),
+    }
+    for i, name in enumerate(scorer.names):
+        scores = [answer.scores[i] for answer in answers]
+        if numbers(scores):
+            metrics[f"reward/{name}"] = mean(scores)
+    return metrics
+
+
+def verifier_metrics(
+    collector: Collector, prompts: list[PreparedPrompt], answers: list[Sample], samples: int
+) -> dict[str, Any]:
+    """Compute pass@k and the like by the task's verifier, whether or not it is the reward; {} of a task without one."""
+    scorer = collector.scorer
+    task = collector.task
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
+    tokens = [answer.response for answer in answers]
+    transcripts = [answer.played.transcript for answer in answers if answer.played is not None] or None
+    if scorer.uses_verifier:
+        verdicts = [answer.scores[0] for answer in answers]
+    elif task.has_verifier:
+        verdicts = scorer.verify(repeated, tokens, transcripts=transcripts, world=collector.world).values
+    else:
+        return {}
+    final = task.answers(scorer.answers(repeated, tokens, transcripts), [prompt.row for prompt in repeated])
+    return verdict_metrics(verdicts, final, samples, is_pass=task.is_pass, equal_by_verdict=task.equal_by_verdict)
 
 
 def _divergence(collector: Collector, samples: list[Sample], role: SampledRole) -> dict[str, float]:

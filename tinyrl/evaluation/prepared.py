@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
+from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked, find, find_side, locate
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.rollout.preflight import check_images, check_named, check_sees_images, check_task
 from tinyrl.rollout.prepared import PreparedRun, with_tower
-from tinyrl.runs.run_dir import OwnSide, own_side
 from tinyrl.tasks import task_of
 from tinyrl.tasks.run_rows import rows_of_run
 

@@ -19,11 +19,12 @@ from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
+from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.rollout.preflight import check_model_path
 from tinyrl.runs.checkpoint import checkpoint_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import config_of, model_facts, resolve
-from tinyrl.runs.run_dir import OwnSide, open_run, own_side, run_of
+from tinyrl.runs.run_dir import open_run, run_of
 from tinyrl.tasks import load_task, task_of
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate

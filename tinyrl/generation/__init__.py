@@ -1,1 +1,1 @@
-"""Sampling engines: token lists in, ragged token lists out."""
+"""Sampling engines: requests in, ragged samples out."""

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.generation.engine import (
-    BatchScheduler,
-    SampledRole,
-    SamplingEngine,
-    Sequence,
-    advanced,
-    row_params,
-    sample_tokens,
-    uniforms,
-)
+from tinyrl.generation.drawing import advanced, row_params, sample_tokens, uniforms
+from tinyrl.generation.engine import BatchScheduler, SamplingEngine
+from tinyrl.generation.request import DecodedSequence, SampledRole
 from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.policy import Policy
@@ -63,14 +56,14 @@ class PlainScheduler(BatchScheduler):
         self.backbone = backbone_of(model)
         self.head = head_of(model)
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[DecodedSequence]:
         """Decode every row by one token; return the sequences that have ended."""
         if not self.busy:
             return []
         if not self.rows:
             self._begin()
         states = next_states(self.backbone, self.ids, self.cache)
-        keys = np.array([s.key for s in self.rows], dtype=np.uint64)
+        keys = np.array([s.request.key for s in self.rows], dtype=np.uint64)
         u = uniforms(advanced(keys, np.array([len(s.tokens) for s in self.rows])), num_tokens=1)[:, 0]
         tokens, logprobs = sample_tokens(self.head.logits(states), to_device(u, self.device), self.params)
         self.ids = tokens.unsqueeze(-1)
@@ -85,10 +78,10 @@ class PlainScheduler(BatchScheduler):
 
     def _begin(self) -> None:
         """Begin with the first sequence that waits, and others whose prompts are as long."""
-        length = len(self.waiting[0].prompt)
-        self.rows = [s for s in self.waiting if len(s.prompt) == length][: self.capacity]
+        length = len(self.waiting[0].request.prompt)
+        self.rows = [s for s in self.waiting if len(s.request.prompt) == length][: self.capacity]
         begun = {id(s) for s in self.rows}
         self.waiting = deque(s for s in self.waiting if id(s) not in begun)
-        self.ids = to_device(torch.tensor([s.prompt for s in self.rows]), self.device)
-        self.params = row_params([s.params for s in self.rows], self.device)
+        self.ids = to_device(torch.tensor([s.request.prompt for s in self.rows]), self.device)
+        self.params = row_params([s.request for s in self.rows], self.device)
         self.cache = DynamicCache(config=self.backbone.config)  # pyright: ignore[reportArgumentType]

@@ -21,6 +21,7 @@ from tinyrl.models.batch import Tokens
 if TYPE_CHECKING:
     from tinyrl.config.sections import RewardConfig
     from tinyrl.environments.environment import Episode
+    from tinyrl.generation.request import Request
 
 
 FinishReason = Literal["eos", "stop", "length", "turns"]  # turns: an episode that reached its limit of turns
@@ -89,11 +90,10 @@ class Sample:
 
 
 class SampleBuilder:
-    """A sample of several parts while they come in, each of which it `read` or `chose`."""
+    """The sample of a request while its parts come in, each of which it `read` or `chose`."""
 
-    def __init__(self, prompt: list[int], *, row: int) -> None:
-        self.prompt = prompt
-        self.row = row
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.response: list[int] = []
         self.mask: list[bool] = []
         self.logprobs: list[float] = []
@@ -113,11 +113,11 @@ class SampleBuilder:
     def sample(self, *, finish: FinishReason, played: Episode | None = None) -> Sample:
         """Return the sample as it is now."""
         return Sample(
-            prompt=self.prompt,
+            prompt=self.request.prompt,
             response=[*self.response],
             mask=[*self.mask],
             logprobs=[*self.logprobs],
-            row=self.row,
+            row=self.request.row,
             finish=finish,
             played=played,
         )

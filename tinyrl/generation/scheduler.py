@@ -16,14 +16,12 @@ behind the live ones as well. That does a cached row no harm: its position is be
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,17 +29,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.data.images import is_image_id
-from tinyrl.generation.engine import (
-    SampledRole,
-    SamplingEngine,
-    Sequence,
-    advanced,
-    row_params,
-    sample_tokens,
-    uniforms,
-)
-from tinyrl.models.device import as_out_of_memory, to_device
-from tinyrl.models.loading import embedding_rows
+from tinyrl.generation.drawing import advanced, row_params, sample_tokens, uniforms
+from tinyrl.generation.request import DecodedSequence
+from tinyrl.models.device import to_device
 from tinyrl.models.logprobs import Head
 from tinyrl.models.packing import LEAST_START, common_length, shared_start
 from tinyrl.process.errors import no_memory
@@ -144,7 +134,7 @@ class CachedRow:
     held: bool
 
 
-def row_of(sequence: Sequence) -> CachedRow:
+def row_of(sequence: DecodedSequence) -> CachedRow:
     """Return the row that a sequence continues, or that is held for it."""
     assert sequence.row is not None
     return sequence.row
@@ -191,10 +181,10 @@ class Scheduler:
         admitted from now on.
         """
         self.admit_below = admit_below
-        self.live: list[Sequence] = []
+        self.live: list[DecodedSequence] = []
         self.cached: list[CachedRow] = []  # the oldest first
-        self.waiting: deque[Sequence] = deque()
-        self.resuming: deque[Sequence] = deque()  # which continue a row of the cache
+        self.waiting: deque[DecodedSequence] = deque()
+        self.resuming: deque[DecodedSequence] = deque()  # which continue a row of the cache
         self._admitting = False
         self._changed = True
 
@@ -208,13 +198,13 @@ class Scheduler:
         """Return whether steps are replayed from graphs."""
         return self.graphs is not None and not self.graphs.eager and not self.graphs.fails
 
-    def add(self, sequences: list[Sequence]) -> None:
+    def add(self, sequences: list[DecodedSequence]) -> None:
         for sequence in sequences:
-            assert sequence.limit >= 1
+            assert sequence.request.limit >= 1
             assert sequence.room + self.look_every - 1 <= self.width
             (self.waiting if sequence.row is None else self.resuming).append(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: DecodedSequence) -> None:
         """Free the row that is held for this sequence."""
         self.cached.remove(row_of(sequence))
 
@@ -232,7 +222,7 @@ class Scheduler:
         """Return whether nothing can be done before a sequence that is held is continued."""
         return not self.live and not self.resuming and not (self.waiting and self.free)
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[DecodedSequence]:
         if not (self._resume() or self._admit()) and self.live:
             self._decode()
         return self._take_out([slot for slot, sequence in enumerate(self.live) if sequence.over])
@@ -241,11 +231,11 @@ class Scheduler:
 
     def _resume(self) -> bool:
         """Prefill what sequences add to the rows that they continue; return whether there were any."""
-        part = list[Sequence]()
+        part = list[DecodedSequence]()
         longest = 0
         first = len(self.live)
         while self.resuming:
-            longest = max(longest, len(self.resuming[0].prompt) - len(row_of(self.resuming[0]).tokens))
+            longest = max(longest, len(self.resuming[0].request.prompt) - len(row_of(self.resuming[0]).tokens))
             if part and (len(part) + 1) * longest > EXTEND_TOKENS[self.device.type]:
                 break
             part.append(self.resuming.popleft())
@@ -256,10 +246,10 @@ class Scheduler:
             self.cached.remove(row)
             self._move(row, slot)
         known = [len(row_of(sequence).tokens) for sequence in part]
-        new = [s.prompt[count:] for s, count in zip(part, known, strict=True)]
+        new = [s.request.prompt[count:] for s, count in zip(part, known, strict=True)]
         start, lengths = to_device(torch.tensor([known, [len(n) for n in new]]), self.device)
         rows = [*range(first, first + len(part))]
-        width = max(len(s.prompt) for s in part)
+        width = max(len(s.request.prompt) for s in part)
         states = self.decoder.extend(self._padded(new), lengths, start, cache=self.cache, rows=rows, width=width)
         self._begin(part, self.decoder.head.logits(states))
         return True
@@ -273,18 +263,18 @@ class Scheduler:
         self._admitting = bool(self.waiting and free and enough)
         if not self._admitting:
             return False
-        groups = list[list[Sequence]]()
+        groups = list[list[DecodedSequence]]()
         longest = 0  # sequences with the same prompt
         while self.waiting and free:
             sequence = self.waiting[0]
-            if (row := self._reusable(sequence.prompt)) is not None:
+            if (row := self._reusable(sequence.request.prompt)) is not None:
                 row.held = True
-                sequence.row = row
+                sequence.keep(row)
                 self.resuming.append(sequence)
-            elif groups and groups[-1][0].prompt == sequence.prompt:
+            elif groups and groups[-1][0].request.prompt == sequence.request.prompt:
                 groups[-1].append(sequence)
             else:
-                longest = max(longest, len(sequence.prompt))
+                longest = max(longest, len(sequence.request.prompt))
                 if groups and (len(groups) + 1) * longest > PREFILL_TOKENS[self.device.type]:
                     break
                 groups.append([sequence])
@@ -305,7 +295,7 @@ class Scheduler:
                 self._move(row, next(unused))
         starts = list(accumulate(counts, initial=len(self.live)))
         rows = [range(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        states = self._prefill([group[0].prompt for group in groups], rows)
+        states = self._prefill([group[0].request.prompt for group in groups], rows)
         source = to_device(torch.tensor([p for p, count in enumerate(counts) for _ in range(count)]), self.device)
         self._begin(part, self.decoder.head.logits(states)[source])
         return True
@@ -349,10 +339,10 @@ class Scheduler:
                 self.cache.copy(span.start, row, len(prompt))
         return states
 
-    def _begin(self, part: list[Sequence], logits: Tensor) -> None:
+    def _begin(self, part: list[DecodedSequence], logits: Tensor) -> None:
         """Draw the first token of sequences that are live from now on, from their logits (R, V)."""
-        u = uniforms(np.array([s.key for s in part], dtype=np.uint64), num_tokens=1)[:, 0]
-        params = row_params([s.params for s in part], self.device)
+        u = uniforms(np.array([s.request.key for s in part], dtype=np.uint64), num_tokens=1)[:, 0]
+        params = row_params([s.request for s in part], self.device)
         token, logprob = sample_tokens(logits, to_device(u, self.device), params)
         for sequence, t, p in zip(part, token.tolist(), logprob.tolist(), strict=True):
             sequence.append([t], [p], eos=self.eos, tokenizer=self.tokenizer)
@@ -372,7 +362,7 @@ class Scheduler:
         live = len(self.live)
         if self._changed:
             self._place()
-        runs_on = self.cache.can_truncate or all(sequence.after == "free" for sequence in self.live)
+        runs_on = self.cache.can_truncate or all(sequence.request.after == "free" for sequence in self.live)
         look_every = self.look_every if runs_on else 1
         drawn = uniforms(advanced(self.keys, self.counts), num_tokens=look_every)
         self.counts += look_every
@@ -397,9 +387,9 @@ class Scheduler:
         if self.cached:
             ends = to_device(torch.tensor([(row.slot, len(row.tokens)) for row in self.cached]), self.device)
             self.position[ends[:, 0]] = ends[:, 1]
-        self.keys = np.array([s.key for s in self.live], dtype=np.uint64)
+        self.keys = np.array([s.request.key for s in self.live], dtype=np.uint64)
         self.counts = np.array([len(s.tokens) for s in self.live])
-        self.params = row_params([s.params for s in self.live], self.device)
+        self.params = row_params([s.request for s in self.live], self.device)
         for name, values in self.params.items() if self.graphs is not None else ():
             if name not in self.buffers:
                 self.buffers[name] = torch.ones(self.capacity, dtype=values.dtype, device=self.device)
@@ -436,7 +426,7 @@ class Scheduler:
             self.cache.copy(row.slot, slot, len(row.tokens))
         row.slot = slot
 
-    def _take_out(self, slots: list[int]) -> list[Sequence]:
+    def _take_out(self, slots: list[int]) -> list[DecodedSequence]:
         """Take the sequences at `slots` out of the live ones: rows from the end move into the gaps."""
         if not slots:
             return []
@@ -447,163 +437,11 @@ class Scheduler:
             self.cache.exchange(mover, gap, max(self.live[gap].length, self.live[mover].length))
             self.live[gap], self.live[mover] = self.live[mover], self.live[gap]
         for slot, sequence in enumerate(self.live[stay:], stay):
-            if sequence.after != "free":  # its last token is not in the cache
-                known = [*sequence.prompt, *sequence.tokens][:-1]
-                sequence.row = CachedRow(slot, known, held=sequence.after == "held")
-                self.cached.append(sequence.row)
+            if sequence.request.after != "free":  # its last token is not in the cache
+                known = [*sequence.request.prompt, *sequence.tokens][:-1]
+                row = CachedRow(slot, known, held=sequence.request.after == "held")
+                sequence.keep(row)
+                self.cached.append(row)
         del self.live[stay:]
         self._changed = True
         return ended
-
-
-# ---- requests that come while it runs ----
-
-LIVE_STEP = 1 << 40  # the step in the keys of these samples: no training step reaches it
-WIDTHS = 256  # tokens of a row at least
-
-Result = TypeVar("Result")
-
-
-class LiveScheduler:
-    """A queue before an engine's scheduler, and the thread that works it off; max_rows: sequences decoded together.
-    Requests to other weights (another role), or for longer rows than there are, wait until those before have ended.
-    When sampling fails, each sequence is sampled again alone, so that only those at fault end with the error.
-
-    on_tokens and on_end of a sequence are called in that thread.
-    """
-
-    def __init__(self, engine: SamplingEngine, *, max_rows: int) -> None:
-        self.engine = engine
-        self.max_rows = max_rows
-        self.tokenizer: PreTrainedTokenizerBase = engine.tokenizer
-        self.vocabulary = embedding_rows(engine.policy.causal)  # ids that may be read; some have no text
-        self._waiting: deque[Sequence] = deque()
-        self._jobs: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        threads = torch.get_num_threads()  # a thread has a number of its own
-        self._thread = threading.Thread(target=self._work, args=[threads], name="scheduler", daemon=True)
-        self._thread.start()
-
-    def submit(self, sequences: list[Sequence]) -> None:
-        with self._changed:
-            self._waiting += sequences
-            self._changed.notify()
-        if self._closed:
-            self._turn_away("the server is closing")
-
-    def run(self, function: Callable[[], Result]) -> Result:
-        """Run a function between two rounds; until then the round in hand admits nobody."""
-        result: Future[Result] = Future()
-        with self._changed:
-            if self._closed:
-                raise RuntimeError("the scheduler is closed")
-            self._jobs.append((function, result))
-            self._changed.notify()
-        return result.result()
-
-    def release(self) -> None:
-        """Free the copies of weights, so that the next round copies them as they then are. Requests that still wait end
-        with an error.
-        """
-        self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
-
-    def close(self) -> None:
-        """End the thread; requests that wait or are being sampled end with an error."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
-        self._turn_away("the server is closing")
-
-    def _turn_away(self, why: str) -> None:
-        with self._changed:
-            waiting = self._waiting
-            self._waiting = deque()
-        for sequence in waiting:
-            sequence.on_end(RuntimeError(why))
-
-    def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._jobs or self._waiting)
-                if self._closed and not self._jobs:
-                    return
-                job, first = (self._jobs.popleft(), None) if self._jobs else (None, self._waiting.popleft())
-            if job is not None:
-                function, result = job
-                try:
-                    result.set_result(function())
-                except Exception as error:  # noqa: BLE001 raised where the function was handed in
-                    result.set_exception(error)
-            elif first is not None and not first.cancelled:
-                self._round(first)
-
-    def _round(self, first: Sequence) -> None:
-        """Sample the first that waits, and those that come until none is left that can join. After an error each is
-        sampled alone, and gets the error that it meets there.
-        """
-        going = [first]
-        error = self._try(going, joined=True)
-        if error is None:
-            return
-        if len(going) == 1 or self._closed:
-            for sequence in going:
-                if not sequence.cancelled:
-                    sequence.on_end(error)
-            return
-        for sequence in going:
-            sequence.restart()
-            if not sequence.cancelled and (error := self._try([sequence], joined=False)) is not None:
-                sequence.on_end(error)
-
-    def _try(self, going: list[Sequence], *, joined: bool) -> Exception | None:
-        """Sample sequences, and with `joined` those that wait; return the error that ended it, if any, with the
-        sequences that have not ended left in `going`.
-        """
-        try:
-            self._sample(going, joined=joined)
-        except Exception as error:  # noqa: BLE001 whoever waits gets it, and the next round begins
-            self.engine.release()
-            return error
-        return None
-
-    def _sample(self, going: list[Sequence], *, joined: bool) -> None:
-        beyond = self.engine.look_every - 1  # a row may run past its end until the next look
-        role = going[0].role
-        with self._changed:
-            alike = [s for s in self._waiting if s.role == role][: self.max_rows] if joined else []
-        room = max(s.room for s in [*going, *alike]) + beyond
-        width = max(WIDTHS, 1 << (room - 1).bit_length()) - beyond
-        with (
-            as_out_of_memory(),
-            torch.inference_mode(),
-            self.engine.scheduler(role, rows=self.max_rows, width=width, serving=True) as scheduler,
-        ):
-            scheduler.add([*going])
-            while scheduler.busy:
-                if self._closed:
-                    raise RuntimeError("the server is closing")
-                while joined and len(going) < scheduler.capacity:
-                    sequence = self._next_that_fits(role, scheduler.width - beyond)
-                    if sequence is None:
-                        break
-                    going.append(sequence)
-                    scheduler.add([sequence])
-                for sequence in scheduler.step():
-                    going.remove(sequence)
-                    if sequence.finish_reason is not None:
-                        sequence.on_end(None)
-
-    def _next_that_fits(self, role: SampledRole, width: int) -> Sequence | None:
-        """Take the first that waits from the queue if it can join; None while a job waits for the round to end."""
-        with self._changed:
-            while self._waiting and not self._jobs:
-                first = self._waiting[0]
-                if not first.cancelled and (first.role != role or first.room > width):
-                    return None
-                self._waiting.popleft()
-                if not first.cancelled:
-                    return first
-        return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tinyrl.generation.engine import SampledRole
+from tinyrl.generation.request import SampledRole
 from tinyrl.models.device import HALVES
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.policy import Policy
@@ -15,7 +15,7 @@ LEAST = -9999.0  # in place of minus infinity, which JSON has not
 
 
 @torch.inference_mode()
-def score(
+def logprobs_of_text(
     policy: Policy, tokens: list[int], *, role: SampledRole, temperature: float, likeliest: int = 1
 ) -> tuple[list[float | None], list[list[tuple[int, float]]]]:
     """Score tokens under softmax(logits / temperature) by one forward pass: return the log-probability of each given

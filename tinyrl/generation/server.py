@@ -30,12 +30,14 @@ from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.http_client import HttpClient, NoAnswer
-from tinyrl.generation.engine import BatchScheduler, Request, SampledRole, SamplingEngine, Sequence
+from tinyrl.generation.engine import BatchScheduler, SamplingEngine
+from tinyrl.generation.request import DecodedSequence, Request, SampledRole
 from tinyrl.models.batch import examples
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.policy import Policy
 from tinyrl.process.errors import GuardStop, Interrupted
-from tinyrl.text import mask_url, resolve_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url, resolve_url
 
 MODELS = "/v1/models"
 COMPLETIONS = "/v1/completions"
@@ -308,8 +310,11 @@ class ServerEngine(SamplingEngine):
             self.served[adapter] = name
         new = min(PROBED_TOKENS, self.settings.max_new_tokens)
         own = {"max_tokens": new, "top_p": 1.0, "top_k": 0, "stop": [], "stop_token_ids": []}
-        probes = self.sequences([Request(p, row) for row, p in enumerate(prompts)], 1, {"seed": 0, "step": 0})
-        self.draw(probes, [self.body(self.served[adapter], probe) | own for probe in probes])
+        probes = list[DecodedSequence]()
+        for row, prompt in enumerate(prompts):
+            [request] = self.requests_for(prompt, 1, row=row, seed=0, step=0)
+            probes.append(DecodedSequence(request))
+        self.draw(probes, [self.body(self.served[adapter], probe.request) | own for probe in probes])
         policy = self.policy
         scored = "reference" if role == "reference" else "policy"
         with torch.inference_mode(False), torch.no_grad(), policy.acting(role):
@@ -324,21 +329,20 @@ class ServerEngine(SamplingEngine):
                 self.server.post(UNLOAD, {"lora_name": name})
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def body(self, name: str, sequence: Sequence) -> dict[str, Any]:
+    def body(self, name: str, request: Request) -> dict[str, Any]:
         """Name every setting: a server fills in what is missing from the model's generation_config.json. Ends are ours
         (ignore_eos); a stop string may be a special token; logprobs 0: of the sampled token only.
         """
-        params = sequence.params
         return {
-            "model": name, "prompt": sequence.prompt, "max_tokens": sequence.limit,
-            "seed": int(sequence.key.view(np.int64)), "temperature": 0.0 if params.greedy else params.temperature,
-            "top_p": params.top_p, "top_k": params.top_k, "min_p": 0.0,
+            "model": name, "prompt": request.prompt, "max_tokens": request.limit,
+            "seed": int(request.key.view(np.int64)), "temperature": 0.0 if request.greedy else request.temperature,
+            "top_p": request.top_p, "top_k": request.top_k, "min_p": 0.0,
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "stop": sequence.stop, "include_stop_str_in_output": True, "skip_special_tokens": False,
+            "stop": request.stop, "include_stop_str_in_output": True, "skip_special_tokens": False,
             "stop_token_ids": sorted(self.eos), "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
         }  # fmt: skip
 
-    def draw(self, sequences: list[Sequence], bodies: list[dict[str, Any]]) -> None:
+    def draw(self, sequences: list[DecodedSequence], bodies: list[dict[str, Any]]) -> None:
         """Send a request for each sequence, and fill in what was sampled. Raises ServerError if it cannot be what was
         asked for.
         """
@@ -352,9 +356,7 @@ class ServerEngine(SamplingEngine):
             if not len(logprobs) == len(tokens) <= asked["max_tokens"]:
                 fault = truncate(repr(choice), 200)
                 raise ServerError(f"{server.name} answered {COMPLETIONS} with what was not asked for: {fault}")
-            sequence.tokens = tokens
-            sequence.logprobs = logprobs
-            sequence.finish_reason = "eos" if tokens[-1] in self.eos else choice.finish_reason
+            sequence.end(tokens, logprobs, "eos" if tokens[-1] in self.eos else choice.finish_reason)
 
 
 class ServerScheduler(BatchScheduler):
@@ -365,11 +367,11 @@ class ServerScheduler(BatchScheduler):
         self.engine = engine
         self.role: SampledRole = role
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> list[DecodedSequence]:
         """Sample all that wait, from the role's weights as they are now; return them."""
         ended = [*self.waiting]
         self.waiting.clear()
         if ended:
-            name = self.engine.synced(self.role, [sequence.prompt for sequence in ended])
-            self.engine.draw(ended, [self.engine.body(name, sequence) for sequence in ended])
+            name = self.engine.synced(self.role, [sequence.request.prompt for sequence in ended])
+            self.engine.draw(ended, [self.engine.body(name, sequence.request) for sequence in ended])
         return ended

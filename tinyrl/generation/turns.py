@@ -11,6 +11,7 @@ hold the rows that wait, and prefill the answers only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -25,7 +26,8 @@ from tinyrl.data.messages import asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments import Message, Reply, Transcript
 from tinyrl.environments.environment import Episode, Replies
-from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine, Sequence, row_keys
+from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import token_ids
@@ -75,18 +77,17 @@ class EpisodeRunner:
         self,
         prompts: list[PreparedPrompt],
         requests: list[Request],
-        group_size: int,
         *,
         engine: SamplingEngine,
-        options: SampleOptions,
+        on_reply: Callable[[list[int]], None] | None = None,
     ) -> list[Sample]:
-        """Play `group_size` episodes for each request; return them, in order, each with its record (`played`).
+        """Play an episode for each request, whose prompt is in `prompts`; return them, in order, each with its record
+        (`played`). on_reply: called with the tokens of each reply.
 
         Raises Interrupted once a stop was asked for, and what `engine.sample` raises.
         """
-        key = {"seed": options["seed"], "step": options["step"]}
-        with Episodes(prompts, requests, group_size, runner=self, **key) as episodes:
-            engine.play(requests, group_size, episodes=episodes, **options)
+        with Episodes(prompts, requests, runner=self, on_reply=on_reply) as episodes:
+            engine.play(requests, episodes=episodes)
             return episodes.finalized()
 
 
@@ -98,7 +99,7 @@ def load_episode_runner(
     """
     section = config.environment
     template = config.task.chat_template_kwargs
-    if section.agent is not None or not (section.name or section.tools or task.respond or task.environment):
+    if section.agent is not None or not (section.name or section.tools or task.has_turns):
         return None
     environment = Replies(
         section,
@@ -137,18 +138,19 @@ class Episodes(AbstractContextManager):
         self,
         prompts: list[PreparedPrompt],
         requests: list[Request],
-        group_size: int,
         *,
         runner: EpisodeRunner,
-        seed: int,
-        step: int,
+        on_reply: Callable[[list[int]], None] | None = None,
     ) -> None:
-        self.prompts = [prompt for prompt in prompts for _ in range(group_size)]
-        self.rows = [request.prompt_row for request in requests for _ in range(group_size)]
+        self.prompts = prompts
+        self.requests = requests
         self.runner = runner
+        self.on_reply = on_reply
         self.max_episode_tokens = runner.max_episode_tokens
-        keys = row_keys(requests, group_size, seed=seed, step=step)
-        self.seeds = self.rows if runner.environment.has_openings else [int(key) >> (64 - SEED_BITS) for key in keys]
+        if runner.environment.has_openings:
+            self.seeds = [request.row for request in requests]
+        else:
+            self.seeds = [int(request.key) >> (64 - SEED_BITS) for request in requests]
         self._thread = ThreadPoolExecutor(1)
         self._call: Future[tuple[list[int], list[Reply | None]]] | None = None  # samples, and their replies
         self.restart()
@@ -162,7 +164,7 @@ class Episodes(AbstractContextManager):
             wait_for([self._call])
             self._call = None
         self.episodes = [Episode() for _ in self.prompts]
-        self.samples = [SampleBuilder(p.tokens, row=row) for p, row in zip(self.prompts, self.rows, strict=True)]
+        self.samples = [SampleBuilder(request) for request in self.requests]
         self._waiting = list[int]()
         self._ready = list[tuple[int, list[int] | None]]()
 
@@ -170,7 +172,7 @@ class Episodes(AbstractContextManager):
         """Return the most tokens of an episode's next turn, at least one."""
         return self.runner.max_new_tokens - self.episodes[sample].num_actions
 
-    def ended(self, sample: int, turn: Sequence) -> None:
+    def ended(self, sample: int, turn: DecodedSequence) -> None:
         """Record a turn that has ended; the environment is to answer it, unless it was cut off."""
         assert turn.finish_reason is not None
         episode = self.episodes[sample]
@@ -239,6 +241,8 @@ class Episodes(AbstractContextManager):
         episode.cut += observation.cut
         episode.num_tokens += len(observation.tokens)
         self.samples[sample].read(observation.tokens)
+        if self.on_reply is not None:
+            self.on_reply(observation.tokens)
         return observation.tokens
 
     def finalized(self) -> list[Sample]:

@@ -228,40 +228,74 @@ def _add_critic(policy: Policy, config: Config, dtype: torch.dtype, trust_remote
     """
     kind = config.critic.kind
     run = critic_run(config)
-    folder = Path(config.critic.path or "")
     assert kind is not None, "config/schema.py fills it in"
     if config.critic.path is not None:
         # The critic of a run reads the tokens of that run's policy; its checkpoint may be of adapters alone.
-        path, revision = (config.critic.path, None) if run is None else (run.model.path, run.model.revision)
-        how: Any = {"setting": f"critic.path={config.critic.path}", "trust_remote_code": trust_remote_code}
-        _with_our_tokens(config, path, revision=revision, **how)
-    model: Any = _separate_model(config, dtype, trust_remote_code) if kind == "separate" else None
-    adapter = _fresh_adapter(config, dropout=0.0)
-    if run is not None and run.lora.enabled and kind in ("adapter", "separate"):
-        adapter = read_lora_config(str(folder / "critic" if run.uses("critic") else folder), model or policy.causal)
-    if model is None:
+        _with_our_tokens(
+            config,
+            config.critic.path if run is None else run.model.path,
+            revision=None if run is None else run.model.revision,
+            setting=f"critic.path={config.critic.path}",
+            trust_remote_code=trust_remote_code,
+        )
+    if kind == "separate":
+        model = _separate_model(config, dtype, trust_remote_code)
+        _add_separate_critic(policy, config, model)
+        _start_from_score_head(policy, model)
+    else:
+        adapter = _critic_adapter(config, policy.causal)
         check_rank(policy.causal, adapter, what="lora.r")
         policy.add_critic(kind, lora=adapter)
+    if run is not None and run.trains.policy:
+        _start_from_critic_of(policy, run, Path(str(config.critic.path)))
+    elif run is not None:
+        _start_from_reward_adapter(policy, Path(str(config.critic.path)))
+
+
+def _critic_adapter(config: Config, base: PreTrainedModel) -> LoraConfig:
+    """Return the shape of the critic's adapter: that of the run it starts from, else a fresh one."""
+    run = critic_run(config)
+    if run is None or not run.lora.enabled or config.critic.kind not in ("adapter", "separate"):
+        return _fresh_adapter(config, dropout=0.0)
+    folder = Path(str(config.critic.path))
+    return read_lora_config(str(folder / "critic" if run.uses("critic") else folder), base)
+
+
+def _add_separate_critic(policy: Policy, config: Config, model: PreTrainedModel) -> None:
+    """Put a zero value head on a model of its own, which trains whole or, with LoRA, by an adapter."""
+    few_tokens(model, path=config.critic.path or config.model.path)
+    model.requires_grad_(not config.lora.enabled)
+    if config.lora.enabled:
+        policy.add_critic("separate", model=wrap_in_lora(model, _critic_adapter(config, model)))
     else:
-        few_tokens(model, path=config.critic.path or config.model.path)
-        model.requires_grad_(not config.lora.enabled)
-        policy.add_critic(kind, model=wrap_in_lora(model, adapter) if config.lora.enabled else model.float())
+        policy.add_critic("separate", model=model.float())
+
+
+def _start_from_score_head(policy: Policy, model: Any) -> None:
+    """Start the value head as the score head of a classification model of one label, if it has one."""
     head = policy.value_head
     score = getattr(model, "score", None)
     assert head is not None
-    if model is not None and score is not None and len(score.weight) == 1:
+    if score is not None and len(score.weight) == 1:
         bias = getattr(model.config, SCORE_OFFSET, score.bias)  # the offset is the bias of tinyrl's own
         with torch.no_grad():
             head.weight.copy_(score.weight)
             head.bias.copy_(torch.zeros(1) if bias is None else torch.as_tensor(bias))
-    if run is None:
-        return
-    if not run.trains.policy:  # a reward model of adapters
-        assert policy.adapters.peft is not None
-        load_adapter_weights(policy.adapters.peft, "critic", folder / ADAPTER_FILE)
-        load_weights(head, folder / SCORE_HEAD)
-    elif isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
-        load_weights(head, folder / VALUE_HEAD)  # the backbone was loaded before it got adapters
+
+
+def _start_from_reward_adapter(policy: Policy, folder: Path) -> None:
+    """Start an adapter's critic as the reward model of adapters that a reward run has trained on the same base."""
+    assert policy.adapters.peft is not None
+    assert policy.value_head is not None
+    load_adapter_weights(policy.adapters.peft, "critic", folder / ADAPTER_FILE)
+    load_weights(policy.value_head, folder / SCORE_HEAD)
+
+
+def _start_from_critic_of(policy: Policy, run: Config, folder: Path) -> None:
+    """Start as the critic of a ppo run."""
+    assert policy.value_head is not None
+    if isinstance(policy.critic_model, PeftModel) and not run.lora.enabled:
+        load_weights(policy.value_head, folder / VALUE_HEAD)  # the backbone was loaded before it got adapters
     else:
         restore_policy(policy, folder, only="critic")
 

@@ -30,7 +30,6 @@ from tinyrl.models.packing import CannotPack
 if TYPE_CHECKING:
     from tinyrl.models.image_inputs import ImageInputs
     from tinyrl.models.logprobs import Head
-    from tinyrl.models.policy import Policy
 
 MOST_IN_FLOAT32 = 1e-4  # nats, or relative error of a state, between two computations in float32
 SAME_IN_HALF = 0.02  # relative error of a state between two computations that round in half precision alike
@@ -38,7 +37,6 @@ TIMES_THE_LIBRARY = 1.5  # how much larger our mean error may be than that of th
 SMALL = 1e-3  # share of the largest norm: the least norm that an error is relative to
 COMPARED_LAYERS = 2  # whose derivatives are compared
 DECODED = 7  # tokens of each text that the sampler decodes one by one
-KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 NOT_LIKE_LLAMA = (AttributeError, CannotPack, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -440,33 +438,3 @@ def _are_the_librarys(
 
     with torch.autocast(device.type, dtype=dtype, enabled=dtype in HALVES):
         return _alike([torch.stack([*at.values()]) for at in ours], library, backbone)
-
-
-# ---- policy and reference ----
-
-
-def check_reference(
-    policy: Policy, prompts: list[list[int]], *, temperature: float, autocast: Callable[..., Any]
-) -> None:
-    """Check that policy and reference agree before the first step. Raises ValueError, naming the reference, if not."""
-    if not policy.has_reference:
-        return
-    shortened = [prompt if any(map(is_image_id, prompt)) else prompt[:32] for prompt in prompts[:4]]
-    batch = policy.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
-    logprobs = []
-    for role in ("policy", "reference"):
-        with torch.no_grad(), policy.acting(role), autocast():
-            logprobs.append(policy.logprobs(role, batch, temperature=temperature)[0])
-    gap = float((logprobs[0] - logprobs[1]).abs().max())
-    if not gap <= KL_AT_START.get(policy.dtype, 1e-5):
-        raise ValueError(
-            f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); the reference is "
-            f"{reference_of(policy)}; model.dtype=float32 shows whether rounding is the reason"
-        )
-
-
-def reference_of(policy: Policy) -> str:
-    """Describe what the reference is, for an error."""
-    if policy.reference_model is not None:
-        return "a frozen copy of the model"
-    return f"adapter `{policy.reference_adapter}`" if policy.reference_adapter else "the base without adapters"

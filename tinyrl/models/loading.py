@@ -239,7 +239,7 @@ def _shards(index: Path) -> list[str]:
     try:
         written = json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{index.name} is no JSON: {truncate(str(error))}") from None
+        raise ValueError(f"{index.name} is not JSON: {truncate(str(error))}") from None
     parts = written if isinstance(written, dict) else {}
     for name in ("weight_map", "metadata"):
         part = parts.get(name)

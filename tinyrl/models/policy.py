@@ -32,8 +32,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.data.images import is_image_id
 from tinyrl.models.adapters import Adapters
-from tinyrl.models.batch import Batch, Item, Tokens, batch_of
+from tinyrl.models.batch import Batch, Item, Tokens, batch_of, examples
 from tinyrl.models.checks import (
     check_head,
     check_images,
@@ -57,6 +58,7 @@ from tinyrl.models.towers import language_parameters, language_parts, towers_of
 
 Role = Literal["policy", "reference", "critic", "reward", "teacher", "base"]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
+MOST_KL_AT_START = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 class Policy:
@@ -261,7 +263,7 @@ class Policy:
         """Return the role that acts when values are computed: the critic, or the policy with a head on its states."""
         return "critic" if self.critic_kind in ("adapter", "separate") else "policy"
 
-    def scores(self, batch: Batch) -> Tensor:
+    def reward_scores(self, batch: Batch) -> Tensor:
         """Compute scores (b,) at each row's last token; the reward role must be acting (or the policy it trains in)."""
         assert self.score_head is not None
         return self.score_head(last_states(self.backbone("policy"), batch))
@@ -274,7 +276,9 @@ class Policy:
         last_tokens: bool = False,
         rows: Sequence[int] | None = None,
     ) -> Batch:
-        """Make the models' input of samples or examples; last_tokens: for `scores`; rows: their places in the pass."""
+        """Make the models' input of samples or examples. last_tokens: for `reward_scores`; rows: their places in the
+        pass.
+        """
         return batch_of(
             items,
             packed=self.packs,
@@ -348,6 +352,29 @@ class Policy:
     def positions(self) -> int:
         """Return the most tokens of a prompt with its response."""
         return positions_of(self.causal.config.get_text_config())
+
+    def check_reference(self, prompts: list[list[int]], *, temperature: float) -> None:
+        """Check that policy and reference agree before the first step. Raises ValueError, which names the reference."""
+        if not self.has_reference:
+            return
+        shortened = [prompt if any(map(is_image_id, prompt)) else prompt[:32] for prompt in prompts[:4]]
+        batch = self.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
+        roles: list[Literal["policy", "reference"]] = ["policy", "reference"]
+        logprobs = []
+        for role in roles:
+            with torch.no_grad(), self.acting(role), self.run_device.autocast():
+                logprobs.append(self.logprobs(role, batch, temperature=temperature)[0])
+        gap = float((logprobs[0] - logprobs[1]).abs().max())
+        if not gap <= MOST_KL_AT_START.get(self.dtype, 1e-5):
+            raise ValueError(
+                f"policy and reference differ before the first step (log-probabilities by {gap:.2g}); the reference is "
+                f"{self._describe_reference()}; model.dtype=float32 shows whether rounding is the reason"
+            )
+
+    def _describe_reference(self) -> str:
+        if self.reference_model is not None:
+            return "a frozen copy of the model"
+        return f"adapter `{self.reference_adapter}`" if self.reference_adapter else "the base without adapters"
 
     # ---- how they compute ----
 

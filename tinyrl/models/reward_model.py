@@ -64,7 +64,9 @@ class SequenceRewardModel:
         self.num_ids = embedding_rows(model)
 
     @torch.inference_mode()
-    def scores(self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE) -> list[float]:
+    def reward_scores(
+        self, tokens: list[list[int]], *, micro_batches: MicroBatches, world: World = ALONE
+    ) -> list[float]:
         """Return the chosen label's logit of each row; tokens without an embedding (an image's) are left out."""
         tokens = [[i for i in row if i < self.num_ids] or [0] for row in tokens]
         items = examples(tokens, [[] for _ in tokens])
@@ -132,11 +134,11 @@ def load_classifier(path: str, *, dtype: torch.dtype, trust_remote_code: bool = 
                 resolved, dtype=dtype, trust_remote_code=trust_remote_code, **FULL_REPORT
             )
     if loaded is None:
-        raise NoHead(f"{path!r} is no reward model: {type(config).__name__} has no classification model")
+        raise NoHead(f"{path!r} is not a reward model: {type(config).__name__} has no classification model")
     model, found = loaded
     missing = sorted(found["missing_keys"])
     if missing and not any(name.startswith(f"{model.base_model_prefix}.") for name in missing):
-        raise NoHead(f"{path!r} is no reward model: its weights have no {missing[-1]} (is it a language model?)")
+        raise NoHead(f"{path!r} is not a reward model: its weights have no {missing[-1]} (is it a language model?)")
     check_weights(model, found, path=path)
     if (score := score_head_of(model)) is None:
         few_tokens(model, path=path)

@@ -413,7 +413,7 @@ def _clock(day: Any) -> str:
         shown = date.fromisoformat(day)
     except (TypeError, ValueError):
         raise ValueError(
-            f"task.chat_template_kwargs: {DATE}={truncate(str(day))} is no date such as 2026-11-25"
+            f"task.chat_template_kwargs: {DATE}={truncate(str(day))} is not a date such as 2026-11-25"
         ) from None
     codes = [f"%{flag}{letter}" for flag in ("", "-") for letter in "aAbBcdeDFHIjmMpSTuUVwWxXyY"]
     filters = "".join(f"|replace('{code}', {json.dumps(shown.strftime(code))})" for code in codes)

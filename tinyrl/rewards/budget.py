@@ -1,11 +1,20 @@
-"""Count the requests that a run may make of its judges. Settings only: it is checked before torch is imported."""
+"""Count the requests that a run may make of its judges. Settings only: it is checked before torch is imported.
+
+Before step 1 Scorer.check scores the reference answer, nothing and nonsense of the first prompt, and of the next few
+where the function fails on all three. A judge is asked too how it tells reference answers from others.
+"""
 
 import math
+from typing import Literal
 
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
-from tinyrl.rewards.trial import most_questions
+
+TRIED_PROMPTS = 4  # whose answers all fail before a run is refused: the row of one may be at fault
+TRIED_ANSWERS = 3  # to each: the reference answer, nothing, nonsense
+JUDGED_ROWS = 8  # with reference answers, on which a judge is tried
+JUDGED_ANSWERS = 4  # to each: the reference answer, another row's, nothing, nonsense
 
 
 def judge_requests(config: Config, judge: RewardFunctionConfig) -> int:
@@ -38,3 +47,10 @@ def check_judge_budgets(config: Config) -> None:
                 (f"reward.functions[{at}].max_requests",),
                 f"reward.functions: max_requests={most}, and this run of {steps} may ask its judge {needed:,} times",
             )
+
+
+def most_questions(mode: Literal["score", "rank"]) -> int:
+    """Return the most questions to a judge before step 1: one per answer, or in mode `rank` one per prompt."""
+    if mode == "rank":
+        return TRIED_PROMPTS + JUDGED_ROWS
+    return TRIED_PROMPTS * TRIED_ANSWERS + JUDGED_ROWS * JUDGED_ANSWERS

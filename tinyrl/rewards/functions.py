@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinyrl.data.image_rows import with_parts
+from tinyrl.tasks.own import OwnTask
+from tinyrl.tasks.task import Task
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import HERE, FunctionSource, parse_use
 from tinyrl.workers.values import RowResults, is_score
-
-if TYPE_CHECKING:
-    from tinyrl.tasks import Task
 
 SETTING = "reward.functions: use"
 
@@ -54,9 +53,10 @@ def verifier_of(task: Task, *, timeout_s: float) -> FunctionReward:
     """
     if task.grader is not None:
         return FunctionReward(task.grader, timeout_s=timeout_s, setting="task.grader")
-    if task.own is not None:
+    if isinstance(task, OwnTask):
+        code = task.code
         return FunctionReward(
-            task.own.use, timeout_s=timeout_s, setting="task.name", host=task.own.verifier_host, name=task.name
+            code.use, timeout_s=timeout_s, setting="task.name", host=code.verifier_host, name=task.name
         )
     here = FunctionSource(task.name, task.name, module=HERE, file=None, folder=Path.cwd(), here=task.verify)
     return FunctionReward(here, timeout_s=timeout_s, setting="task.name")

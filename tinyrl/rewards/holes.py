@@ -168,7 +168,7 @@ def _fields(prompt: str, right: str, values: list[str]) -> dict[str, Any]:
         "all_forms": "\n".join(_filled(form, {"value": wrong}) or "" for form in HOLES["forms"].values()),
         "counting": " ".join(numbers) if numeric else None,
         "numeric": "" if numeric else None,
-        "minus": "-" * right.startswith("-"),
+        "minus": "-" if right.startswith("-") else "",
         "digits": right.lstrip("-"),
         "reversed": right[::-1] if right.isdigit() else f"{right}0",
         "start": right[: max(1, len(right) // 3)] if len(right) > 2 else None,

@@ -40,11 +40,12 @@ from tinyrl.data.thoughts import answer_in
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.nan import mean
 from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
+from tinyrl.rewards.budget import JUDGED_ANSWERS
 from tinyrl.rewards.rubric import read_rubric
-from tinyrl.rewards.trial import JUDGED_ANSWERS
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
-from tinyrl.text import mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import mask_url
 from tinyrl.workers.process import Printed
 from tinyrl.workers.values import RowFailure, RowResults
 
@@ -89,6 +90,14 @@ class BudgetSpent(GuardStop):
 
 class JudgeGone(Interrupted):
     """The judge does not answer. Its replies so far are cached, so the run can go on when it is back."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request to a judge. order: rows of the batch, as their answers are shown; body: of the request."""
+
+    order: list[int]
+    body: dict[str, Any]
 
 
 class JudgeReward:
@@ -185,37 +194,52 @@ class JudgeReward:
         all) together. Rows whose reply is missing or cannot be read are among the failures. Raises JudgeGone where a
         question was not answered at all, or every one was refused because of the key or the address.
         """
-        ranks, (low, high) = self.config.mode == "rank", self.config.scale
+        ranks = self.config.mode == "rank"
         size = (group_size or len(prompts) or 1) if ranks else 1
+        questions = list[Question]()
+        for start in range(0, len(prompts), size):
+            rows = range(start, min(start + size, len(prompts)))
+            row = {name: values[start] for name, values in columns.items()}
+            questions.append(self.question_of(rows, prompts[start], [completions[i] for i in rows], row))
         call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
-        shown = list[list[int]]()
-        bodies = []
-        for group in (range(len(prompts))[i : i + size] for i in range(0, len(prompts), size)):
-            row = {name: values[group[0]] for name, values in columns.items()}
-            # {answer} in a rubric is the row's column; other braces stay
-            rubric = re.sub(r"\{(\w+)\}", lambda m, row=row: str(row[m[1]]) if m[1] in row else m[0], self.rubric)
-            task = plain_text(as_messages(prompts[group[0]]))
-            answers = [answer_of(completions[i]) for i in group]
-            nonce = sha256(json.dumps([rubric, task, *answers]))[:12]
-            system = (RANK if ranks else SCORE).format(rubric=rubric, count=len(answers), low=low, high=high)
-            order = [*range(len(answers))]
-            tags = [f"task-{nonce}", f"answer-{nonce}"]
-            if ranks:
-                random.Random(nonce).shuffle(order)
-                tags[1:] = [f"answer-{number}-{nonce}" for number in range(1, len(order) + 1)]
-            shown.append([group[place] for place in order])
-            texts = zip(tags, [task, *(answers[place] for place in order)], strict=True)
-            user = "\n\n".join(f"<{tag}>\n{text}\n</{tag}>" for tag, text in texts)
-            messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
-            limits = {"max_tokens": self.config.max_tokens, "temperature": 0}
-            bodies.append({"model": self.config.model, "messages": messages, **limits})
-        for group, reply in zip(shown, self._ask(bodies), strict=True):
+        for question, reply in zip(questions, self._ask([question.body for question in questions]), strict=True):
+            shown = question.order
             try:
-                for row, score in zip(group, self.read_scores(reply, len(group)), strict=True):
-                    call.values[row], call.comments[row] = score, str(reply).strip()
+                for row, score in zip(shown, self.read_scores(reply, len(shown)), strict=True):
+                    call.values[row] = score
+                    call.comments[row] = str(reply).strip()
             except ValueError as error:
-                call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in group]
+                call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in shown]
         return call
+
+    def question_of(
+        self, rows: Sequence[int], prompt: Any, completions: Sequence[Any], columns: dict[str, Any]
+    ) -> Question:
+        """Ask about the completions of one prompt, which are `rows` of the batch: a single one, or in `rank` mode a
+        group, shuffled. columns: of the prompt's row, which a rubric may name.
+        """
+        rubric = filled(self.rubric, columns)
+        task = plain_text(as_messages(prompt))
+        answers = [answer_of(completion) for completion in completions]
+        nonce = sha256(json.dumps([rubric, task, *answers]))[:12]
+        low, high = self.config.scale
+        order = [*range(len(answers))]
+        if self.config.mode == "rank":
+            random.Random(nonce).shuffle(order)
+            system = RANK.format(rubric=rubric, count=len(answers))
+            tags = [f"answer-{number}-{nonce}" for number in range(1, len(order) + 1)]
+        else:
+            system = SCORE.format(rubric=rubric, low=low, high=high)
+            tags = [f"answer-{nonce}"]
+        parts = [in_tags(f"task-{nonce}", task)]
+        parts += [in_tags(tag, answers[place]) for tag, place in zip(tags, order, strict=True)]
+        body = {
+            "model": self.config.model,
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": "\n\n".join(parts)}],
+            "max_tokens": self.config.max_tokens,
+            "temperature": 0,
+        }
+        return Question([rows[place] for place in order], body)
 
     def _ask(self, bodies: list[dict[str, Any]]) -> list[str | EndpointRefusal]:
         """Return the reply to each question. Equal ones are asked once."""
@@ -338,7 +362,7 @@ class JudgeReward:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
             why = truncate(without_secrets(str(error), self._secrets), MOST_SHOWN)
-            raise EndpointRefusal(f"answered with what is no chat completion ({why})") from None
+            raise EndpointRefusal(f"answered with what is not a chat completion ({why})") from None
 
     def _gone(self, why: str) -> JudgeGone:
         return JudgeGone(f"reward.functions: judge at {mask_url(self.config.url or '')} {why}")
@@ -364,7 +388,7 @@ class JudgeReward:
         return [(score - low) / (high - low)]
 
     def ask_once(self, task: Task, row: Row) -> RowResults:
-        """Ask one question: about a row's gold answer, or an empty one; in `rank` mode beside nonsense."""
+        """Ask one question: about a row's reference answer, or an empty one; in `rank` mode beside nonsense."""
         answers = [str(task.gold(row) or "")]
         if self.config.mode == "rank":
             answers.append(NONSENSE)
@@ -373,8 +397,8 @@ class JudgeReward:
         return self([prompt] * len(texts), texts, row_columns([row] * len(texts)))
 
     def check(self, task: Task, rows: list[Row]) -> str:
-        """Ask about each row's gold answer, another row's, nothing and nonsense; return how often the gold answer got
-        more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
+        """Ask about each row's reference answer, another row's, nothing and nonsense; return how often the reference
+        answer got more, ties half. Raises ExplainedByCheck where that is seldom, unless allow_weak.
         """
         golds = [str(task.gold(row)) for row in rows]
         answers = np.array([[gold, golds[i - 1], "", NONSENSE] for i, gold in enumerate(golds)], object)
@@ -385,7 +409,7 @@ class JudgeReward:
         scores = np.reshape(call.values, answers.shape)
         rivals = answers != answers[:, :1]
         auc = mean((0.5 + np.sign(scores[:, :1] - scores) / 2)[rivals].tolist())
-        verdict = f"the judge prefers the gold answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
+        verdict = f"the judge prefers the reference answer to another one in {auc:.0%} of {len(rows)} rows' pairs (AUC)"
         if math.isnan(auc):
             verdict = "no reply of the judge could be read" + "".join(f": {one.reason}" for one in call.failures[:1])
         if not auc >= LEAST_AUC and not self.config.allow_weak:
@@ -515,6 +539,20 @@ def is_damage(error: sqlite3.Error) -> bool:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def filled(rubric: str, columns: dict[str, Any]) -> str:
+    """Put a row's columns where a rubric names them: {answer} is that column; other braces stay."""
+
+    def value(name: re.Match[str]) -> str:
+        return str(columns[name[1]]) if name[1] in columns else name[0]
+
+    return re.sub(r"\{(\w+)\}", value, rubric)
+
+
+def in_tags(tag: str, text: str) -> str:
+    """Put a text between tags, on lines of its own."""
+    return f"<{tag}>\n{text}\n</{tag}>"
 
 
 def answer_of(completion: Any) -> str:

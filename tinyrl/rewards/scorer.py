@@ -28,15 +28,16 @@ from tinyrl.models.policy import Policy
 from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
+from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
+from tinyrl.rewards.failures import PROMPT_CHARS
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
-from tinyrl.rewards.scores import PROMPT_CHARS
-from tinyrl.rewards.trial import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
+from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.prompts import PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
@@ -127,12 +128,12 @@ class Scorer:
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
             self.functions.append(JudgeReward(f, **how) if f.is_judge else FunctionReward(f.use, **how))
-        self.verifier = verifier_of(task, timeout_s=config.timeout_s) if task.verify is not None else None
+        self.verifier = verifier_of(task, timeout_s=config.timeout_s) if task.has_verifier else None
         self.workers: list[WorkerFunction | JudgeReward] = [*self.functions]
         if self.verifier is not None:
             self.workers.append(self.verifier)
-        if task.own is not None:
-            self.workers.append(task.own.worker)
+        if isinstance(task, OwnTask):
+            self.workers.append(task.code.worker)
         self.has_model = config.model is not None
         self.model_format = TextFormat()  # how the reward model reads prompts
         if model is not None:
@@ -143,8 +144,8 @@ class Scorer:
         elif config.model is not None:
             self.model_format = TextFormat.of_adapter(config.model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
-        self.uses_verifier = config.is_verifier and (needed or task.verify is not None)
-        if self.uses_verifier and task.verify is None:
+        self.uses_verifier = config.is_verifier and (needed or task.has_verifier)
+        if self.uses_verifier and not task.has_verifier:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
@@ -224,7 +225,7 @@ class Scorer:
 
     def check(self, prompts: list[PreparedPrompt]) -> tuple[list[str], list[str]]:
         """Try the rewards before step 1; return notes and warnings. Raises ExplainedByCheck where all completions would
-        fail or a judge does not tell gold answers from others, ValueError where a judge does not answer.
+        fail or a judge does not tell reference answers from others, ValueError where a judge does not answer.
         """
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
@@ -237,9 +238,9 @@ class Scorer:
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
-        """Score the first prompt's gold answer, an empty completion and nonsense, as training would; return what is
-        wrong: the gold answer gets no score or does not win. Raises ExplainedByCheck where a function fails on all
-        three, and on those of the next few prompts.
+        """Score the first prompt's reference answer, an empty completion and nonsense, as training would; return what
+        is wrong: the reference answer gets no score or does not win. Raises ExplainedByCheck where a function fails on
+        all three, and on those of the next few prompts.
         """
         rewards = list[float]()
         why = ""
@@ -256,17 +257,17 @@ class Scorer:
             if len(failed) < TRIED_ANSWERS or not (self.functions or self.uses_verifier):
                 break
         else:
-            what = "the gold answer, nothing and nonsense" if has_gold else "nothing and nonsense"
+            what = "the reference answer, nothing and nonsense" if has_gold else "nothing and nonsense"
             raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}")
         self.forget()
         gold, *rivals = rewards
         if not has_gold:
             return None
         if math.isnan(gold):
-            return "the gold answer gets no score" + (f": {why}" if why else "")
+            return "the reference answer gets no score" + (f": {why}" if why else "")
         if any(gold <= rival for rival in rivals):
             empty, nonsense = (f"({rival:.3g})" for rival in rivals)
-            return f"the gold answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
+            return f"the reference answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
         return None
 
     def __call__(
@@ -410,7 +411,7 @@ class Scorer:
                 text = self.text(completions[i]) if transcripts is None else episode_text(transcripts[i])
                 text = p.opened + text.removeprefix("" if transcripts is None else p.opened)
                 rows.append(reward_tokens(self.model.tokenizer, p.question, text, **how))
-            scores = self.model.scores(rows, micro_batches=self.micro_batches, world=world)
+            scores = self.model.reward_scores(rows, micro_batches=self.micro_batches, world=world)
         scores = [score if abs(score) <= MAX_SCORE else math.nan for score in scores]
         unusable = [row for row, score in enumerate(scores) if math.isnan(score)]
         return RowResults(
@@ -431,7 +432,7 @@ class Scorer:
 
         def run(part: list[int]) -> None:
             batch = policy.batch_of([items[i] for i in part], last_tokens=True)
-            scores[part] = policy.scores(batch).double().cpu()
+            scores[part] = policy.reward_scores(batch).double().cpu()
 
         with policy.acting("reward"):
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)

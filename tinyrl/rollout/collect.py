@@ -14,10 +14,10 @@ from tinyrl.data.rows import few_held_out, fingerprints, prompt_key, trained_on_
 from tinyrl.data.thoughts import ends_in_thought
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.environments.environment import Episode
-from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine, eos_token_ids
+from tinyrl.generation.engine import SamplingEngine, eos_token_ids
+from tinyrl.generation.request import Request, SampledRole
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import EpisodeRunner
-from tinyrl.models.checks import check_reference
 from tinyrl.models.loading import check_ids
 from tinyrl.models.memory import describe_memory
 from tinyrl.models.policy import Policy
@@ -91,12 +91,12 @@ class Collector:
         return most_tokens(self.train_prompts) + self.longest_response
 
     def check(self) -> list[str]:
-        """Check the reference at step 0, and the reward on a gold answer; returns lines worth showing."""
+        """Check the reference at step 0, and the reward on a reference answer; returns lines worth showing."""
         config = self.config
         prompts = [prompt.tokens for prompt in self.train_prompts]
         policy = self.policy
         temperature = config.generation.temperature
-        check_reference(policy, prompts[:4], temperature=temperature, autocast=policy.run_device.autocast)
+        policy.check_reference(prompts[:4], temperature=temperature)
         if not self.world.is_main:  # rank 0 calls the rewards
             return []
         self.scorer.start()
@@ -164,15 +164,9 @@ class Collector:
         the batch twice gets further samples. Samples without a reward are not in the loss. Each process samples some of
         the prompts, and all of them get all samples.
         """
-        options: SampleOptions = {"seed": self.config.run.seed, "step": step, "greedy": greedy, "role": role}
-        seen: dict[int, int] = {}
-        requests = []
-        for prompt in prompts:
-            first = seen.get(prompt.index, 0)
-            seen[prompt.index] = first + group_size
-            requests.append(Request(prompt.tokens, prompt_row=prompt.index, first_sample=first))
+        groups = self._groups(prompts, group_size, step=step, greedy=greedy, role=role)
         repeated = [prompt for prompt in prompts for _ in range(group_size)]
-        samples = self._sample(prompts, requests, group_size, options)
+        samples = self._sample(prompts, groups)
         tokens = [sample.response for sample in samples]
         episodes = [sample.played for sample in samples if sample.played is not None] or None
         found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
@@ -209,25 +203,49 @@ class Collector:
         turns = [message["content"] for message in sample.played.transcript if message["role"] == "assistant"]
         return turns[-1]
 
-    def _sample(
-        self, prompts: list[PreparedPrompt], requests: list[Request], group_size: int, options: SampleOptions
-    ) -> list[Sample]:
+    def _groups(
+        self, prompts: list[PreparedPrompt], group_size: int, *, step: int, greedy: bool, role: SampledRole
+    ) -> list[list[Request]]:
+        """Return `group_size` requests for each prompt."""
+        seen: dict[int, int] = {}
+        groups = list[list[Request]]()
+        for prompt in prompts:
+            row = prompt.index
+            first = seen.get(row, 0)
+            seen[row] = first + group_size
+            group = self.engine.requests_for(
+                prompt.tokens,
+                group_size,
+                row=row,
+                seed=self.config.run.seed,
+                step=step,
+                first=first,
+                greedy=greedy,
+                role=role,
+            )
+            groups.append(group)
+        return groups
+
+    def _sample(self, prompts: list[PreparedPrompt], groups: list[list[Request]]) -> list[Sample]:
+        """Sample the requests of each prompt, this process those of its own prompts."""
         runner = self.runner
-        engine = self.engine
         world = self.world
-        own = world.own(range(len(requests)))
+        requests = list[Request]()
+        asked = list[PreparedPrompt]()  # the prompt of each
+        for i in world.own(range(len(prompts))):
+            requests += groups[i]
+            asked += [prompts[i]] * len(groups[i])
         samples = list[Sample]()
-        prompts = [prompts[i] for i in own]
-        requests = [requests[i] for i in own]
         if runner is None:
-            samples = [sample for group in engine.sample(requests, group_size, **options) for sample in group]
-        elif own:
-            samples = runner.play(prompts, requests, group_size, engine=engine, options=options)
+            samples = self.engine.sample(requests)
+        elif requests:
+            samples = runner.play(asked, requests, engine=self.engine)
         if world.size == 1:
             return samples
-        groups = [[asdict(one) for one in samples[i : i + group_size]] for i in range(0, len(samples), group_size)]
+        group_size = len(groups[0])
+        sampled = [[asdict(one) for one in samples[i : i + group_size]] for i in range(0, len(samples), group_size)]
         gathered = list[Sample]()  # whole groups, so that they are in order
-        for group in world.merge(groups):
+        for group in world.merge(sampled):
             for fields in group:
                 if fields["played"] is not None:
                     fields["played"] = Episode(**fields["played"])

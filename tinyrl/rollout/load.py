@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.derive import with_num_steps
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import with_num_steps
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
 from tinyrl.generation.engines import select_engine
@@ -167,7 +167,7 @@ def prompt_limit(policy: Policy, runner: Runner | None) -> PromptLimit:
     room = positions - longest
     words = f"generation.max_prompt_tokens={generation.max_prompt_tokens}"
     if room < generation.max_prompt_tokens:
-        words = f"the {room:,} that responses of up to {longest:,} leave of the model's {positions:,} positions"
+        words = f"the {room:,} that responses of up to {longest:,} leave of the model's context length of {positions:,}"
     between = longest - generation.max_new_tokens
     return PromptLimit(
         tokens=min(generation.max_prompt_tokens, room),

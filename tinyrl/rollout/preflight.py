@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from tinyrl.config.conflicts import training_conflicts
+from tinyrl.config.conflicts import check_data_given, training_conflicts
 from tinyrl.config.marks import Named
 from tinyrl.config.refusal import Refusal, raise_first
 from tinyrl.config.schema import Config
@@ -21,8 +21,8 @@ from tinyrl.runs.resolve import has_vision_tower
 from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of
-from tinyrl.tasks.run_rows import check_data_given
-from tinyrl.text import is_address, mask_url, truncate
+from tinyrl.text import truncate
+from tinyrl.urls import is_address, mask_url
 from tinyrl.workers.loading import parse_use
 
 THREADS_A_CORE = 4  # more only wait for each other, and some thousands end the process
@@ -62,8 +62,7 @@ def check_task(config: Config, task: Task) -> None:
     """Raise ValueError where a task needs rows and has none, or has episodes and the method takes given answers."""
     if not config.samples or task.name == "rows":
         check_data_given(config)
-    has_episodes = task.respond is not None or task.environment is not None
-    if config.method == "distill" and config.distill.on_policy_fraction < 1 and has_episodes:
+    if config.method == "distill" and config.distill.on_policy_fraction < 1 and task.has_turns:
         fraction = config.distill.on_policy_fraction
         raise Refusal(
             ("distill.on_policy_fraction", "task.name"),

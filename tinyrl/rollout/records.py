@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tinyrl.data.images import images_of
 from tinyrl.generation.sample import Sample, num_episodes
-from tinyrl.text import IncrementalDetokenizer, excerpt
+from tinyrl.models.detokenizer import IncrementalDetokenizer
+from tinyrl.text import excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,8 @@ from typing import Any
 from tinyrl.formatting import format_clock, format_short
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.records import MOST_MESSAGES, to_float, turns_of, without_middle
-from tinyrl.text import escape_control, mask_url, one_line
+from tinyrl.text import escape_control, one_line
+from tinyrl.urls import mask_url
 
 CLEAR = "\r\x1b[K"  # the line that the cursor is in
 

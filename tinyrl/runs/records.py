@@ -103,7 +103,8 @@ def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iter
             else:
                 broken += 1
     if broken:
-        notes.append(f"{path.name}: {broken} line{'s' * (broken > 1)} could not be read and are left out.")
+        lines = "1 line" if broken == 1 else f"{broken} lines"
+        notes.append(f"{path.name}: {lines} could not be read and are left out.")
 
 
 def read_steps(path: Path, notes: list[str]) -> dict[int, dict[str, Any]]:

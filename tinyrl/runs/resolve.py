@@ -98,9 +98,9 @@ def no_room_for_prompt(config: Config, *, positions: int, between: int = 0, limi
     elif between:
         change = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
     else:
-        change = "Take a model with more positions"
+        change = "Take a model with a longer context"
     limits = _limits(config, between)
-    return f"{limits}, but the model has {positions:,} positions for prompt and response{limited_by}. {change}"
+    return f"{limits}, but the model's context length is {positions:,} for prompt and response{limited_by}. {change}"
 
 
 def _limits(config: Config, between: int) -> str:
@@ -128,7 +128,7 @@ def room_for_prompt(config: Config, longest: int, *, positions: int, between: in
     advice = working_advice(config, advices, has_room)
     if advice is not None:
         return f"Set {advice}"
-    model = f"the model has {positions:,} positions for prompt and response"
+    model = f"the model's context length is {positions:,} for prompt and response"
     return f"No limit of prompts makes room: {model}, and responses have {_limits(config, between)}. Cut the rows"
 
 

@@ -18,7 +18,6 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,7 @@ from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
 
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
-
-
-class OwnSide(StrEnum):
-    """A model of a run itself, where a target is asked for; the value is the word for it."""
-
-    BASE = "base"  # below its adapters
-    START = "start"  # before its training
-    TEACHER = "teacher"
-
-    @property
-    def path(self) -> str:
-        return self.value
-
-
-TAKEN_NAMES = (*OwnSide, "policy", "self")  # words with a meaning of their own where a model is asked for
+TAKEN_NAMES = ("base", "start", "teacher", "policy", "self")  # each has a meaning where a model is asked for
 IS_THERE = (errno.EEXIST, errno.ENOTEMPTY)  # errors of a rename to a folder that is not empty
 MOST_OUTPUT = 1 << 20  # bytes of reward_output.log; beyond, the later half is kept
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -218,11 +203,6 @@ class RunDir:
 # ---- which folder is a run ----
 
 
-def own_side(word: str) -> OwnSide | None:
-    """Return the model of a run itself that a word means; None for a path, or the name of a model."""
-    return OwnSide(word) if word in [*OwnSide] else None
-
-
 def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None:
     """Raise ValueError when a run called `name` (None: the next default name) cannot be made in `output_dir`.
 
@@ -238,7 +218,7 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
         raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"--output-dir {root}: {folder} is no folder that can be written to")
+        raise ValueError(f"--output-dir {root}: {folder} is not a folder that can be written to")
     if name is None or not os.path.lexists(path := root / name):
         return
     try:

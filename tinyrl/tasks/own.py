@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.images import images_of
@@ -15,7 +16,7 @@ from tinyrl.data.readers import Row
 from tinyrl.data.rows import row_key
 from tinyrl.data.sources import row_with_images
 from tinyrl.tasks.task import Task, no_rows
-from tinyrl.tasks.worker_service import PLAIN_FACTS
+from tinyrl.tasks.worker_service import OwnTaskFacts
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import is_text
@@ -37,19 +38,8 @@ class PreparedRow:
     reference_problem: str = ""
 
 
-@dataclass(frozen=True)
-class LoadedTask:
-    """A task that was loaded in this process."""
-
-    code: OwnCode
-    task: Task
-
-
-_loaded: dict[str, LoadedTask] = {}  # by FILE.py:TASK
-
-
 class OwnCode:
-    """The code of a task in a worker process. State: the worker; prompts and gold answers of rows that it has seen.
+    """The code of a task in a worker process. State: the worker; prompts and reference answers of its rows so far.
 
     use: FILE.py:TASK, with an absolute path.
     """
@@ -65,24 +55,16 @@ class OwnCode:
         self.worker = WorkerFunction([source], setting=SETTING, timeout_s=CALL_TIMEOUT_S, host=host, name=name)
         self._prepared: dict[str, PreparedRow] = {}
 
-    def task(self) -> Task:
-        """Return the task. Raises ValueError if its code does not load."""
-        facts = self.worker.start()["task"]
-        functions = facts["functions"]
-        plain = {name: facts[name] for name in PLAIN_FACTS}
-        plain |= {name: tuple(facts[name]) for name in ("columns", "stop")}
-        return Task(
-            **plain,
-            verify=_in_its_worker if "verify" in functions else None,
-            respond=_in_its_worker if "respond" in functions else None,
-            rows=self.rows if facts["has_rows"] else no_rows,
-            generate=self.generate if "generate" in functions else None,
-            prompt=lambda row: self._of(row).prompt,
-            gold=lambda row: self._of(row).gold,
-            check_reference=self.check_reference if "check_reference" in functions else None,
-            asking_turn=self.asking_turn if "asking_turn" in functions else None,
-            own=self,
-        )
+    @cached_property
+    def facts(self) -> OwnTaskFacts:
+        """Load the task and return its facts. Raises ValueError if its code does not load."""
+        return self.worker.host_facts(OwnTaskFacts)
+
+    def prompt(self, row: Row) -> Prompt:
+        return self._of(row).prompt
+
+    def gold(self, row: Row) -> str | None:
+        return self._of(row).gold
 
     def rows(self, split: str) -> list[Row]:
         """Return the task's own rows. Raises ValueError for one that cannot be used."""
@@ -120,7 +102,9 @@ class OwnCode:
         return found
 
     def prepare(self, rows: list[Row]) -> None:
-        """Find prompts and gold answers of rows, many in a call; `prompt` and `gold` raise what is wrong with one."""
+        """Find prompts and reference answers of rows, many in a call; `prompt` and `gold` raise what is wrong with
+        one.
+        """
         unknown = {key: row for row in rows if (key := row_key(row)) not in self._prepared}
         keys = [*unknown]
         for start in range(0, len(keys), CALL_ROWS):
@@ -142,7 +126,7 @@ class OwnCode:
         """Return the answers in completions of rows as numbers, equal ones as the same; None if the task does not know
         how, or if finding them failed, which is logged with the output of its code.
         """
-        if "answer" not in self.worker.start()["task"]["functions"]:
+        if "answer" not in self.facts.functions:
             return None
         results = self.worker.rows({"text": texts, "row": rows}, len(texts), call="answers", is_valid=_is_number)
         if results.failures:
@@ -154,8 +138,7 @@ class OwnCode:
         """Return the task's replies between turns, in a worker of their own, as those of an environment function."""
         source = parse_use(self.use, setting=SETTING)
         host = f"{HOST}:replies"
-        name = self.worker.start()["task"]["name"]
-        return WorkerFunction([source], setting=SETTING, timeout_s=timeout_s, host=host, name=name)
+        return WorkerFunction([source], setting=SETTING, timeout_s=timeout_s, host=host, name=self.facts.name)
 
     def asking_turn(self, row: Row) -> str | None:
         results = self.worker.rows({"row": [row]}, 1, call="asking_turns", is_valid=is_text)
@@ -172,7 +155,57 @@ class OwnCode:
         return found
 
 
-def own_task(name: str) -> Task:
+@dataclass(frozen=True)
+class OwnTask(Task):
+    """A user task: `code` calls its functions in the worker, so `verify`, `respond` and `answer` are None here."""
+
+    code: OwnCode = field(kw_only=True)
+
+    @classmethod
+    def of(cls, code: OwnCode) -> Self:
+        """Load the task of a file. Raises ValueError if its code does not load."""
+        facts = code.facts
+        return cls(
+            name=facts.name,
+            summary=facts.summary,
+            columns=tuple(facts.columns),
+            compares_with=facts.compares_with,
+            right_or_wrong=facts.right_or_wrong,
+            can_grade_math=facts.can_grade_math,
+            stop=tuple(facts.stop),
+            environment=facts.environment,
+            grader=facts.grader,
+            prompt=code.prompt,
+            gold=code.gold,
+            rows=code.rows if facts.has_rows else no_rows,
+            generate=code.generate if "generate" in facts.functions else None,
+            check_reference=code.check_reference if "check_reference" in facts.functions else None,
+            asking_turn=code.asking_turn if "asking_turn" in facts.functions else None,
+            code=code,
+        )
+
+    @property
+    def has_verifier(self) -> bool:
+        return "verify" in self.code.facts.functions
+
+    @property
+    def has_replies(self) -> bool:
+        return "respond" in self.code.facts.functions
+
+    def prepare(self, rows: list[Row]) -> None:
+        self.code.prepare(rows)
+
+    def answers(self, texts: list[str], rows: list[Row]) -> list[Hashable | None] | None:
+        return self.code.answers(texts, rows)
+
+    def replies_worker(self, *, timeout_s: float) -> WorkerFunction | None:
+        return self.code.replies(timeout_s=timeout_s) if self.has_replies else None
+
+
+_loaded: dict[str, OwnTask] = {}  # by FILE.py:TASK
+
+
+def own_task(name: str) -> OwnTask:
     """Load a user task from FILE.py:TASK, anew where its file, or one that it imports, has changed.
 
     Raises ValueError if it is not there or does not load.
@@ -182,12 +215,11 @@ def own_task(name: str) -> Task:
     use = f"{source.file.absolute()}:{source.function}"
     known = _loaded.get(use)
     if known is not None and known.code.worker.code.edited_file() is None:
-        return known.task
+        return known
     if known is not None:
         known.code.worker.close()
-    code = OwnCode(use)
-    _loaded[use] = LoadedTask(code, code.task())
-    return _loaded[use].task
+    _loaded[use] = OwnTask.of(OwnCode(use))
+    return _loaded[use]
 
 
 @atexit.register
@@ -199,11 +231,6 @@ def close_workers() -> None:
     for known in _loaded.values():
         known.code.worker.close()
     _loaded.clear()
-
-
-def _in_its_worker(*_: Any, **columns: Any) -> list[Any]:
-    """Stand for a function that is called in its worker (rewards/functions.py, environments/environment.py)."""
-    raise AssertionError("a person's own code runs in its worker")
 
 
 def _are_rows(value: Any) -> bool:

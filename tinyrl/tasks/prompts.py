@@ -29,7 +29,7 @@ from tinyrl.models.tokens import (
     token_ids_of,
     undisguised,
 )
-from tinyrl.runs.counting import counted, without_collection
+from tinyrl.process.counting import counted, without_collection
 from tinyrl.tasks import Task
 from tinyrl.text import truncate
 

@@ -21,7 +21,7 @@ def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
     """
     if not config.trains.rewarded or not config.reward.is_verifier or may_be_rewarded_by_environment(config, task):
         return
-    if task.verify is None:
+    if not task.has_verifier:
         raise ValueError(f"no reward: task {task.name} has no verifier, and reward.functions is empty. {HOW_TO_REWARD}")
     column = task.compares_with
     if not column or any(task.gold(row) is not None for row in rows):
@@ -41,7 +41,7 @@ def may_be_rewarded_by_environment(config: Config, task: Task) -> bool:
     if not config.uses("environment"):
         return False
     name = config.environment.name
-    return task.respond is not None or (name is not None and name not in BUILT_IN_ENVIRONMENTS)
+    return task.has_replies or (name is not None and name not in BUILT_IN_ENVIRONMENTS)
 
 
 def check_hint(config: Config, rows: list[Row]) -> None:

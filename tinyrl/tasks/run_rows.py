@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinyrl.config.refusal import Refusal
+from tinyrl.config.conflicts import check_data_given
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import (
@@ -40,9 +40,10 @@ from tinyrl.data.rows import (
     trained_on_too,
 )
 from tinyrl.data.sources import placed_rows
-from tinyrl.runs.counting import without_collection
+from tinyrl.process.counting import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
+from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.task import Task
 from tinyrl.text import first_line, join_truncated
 
@@ -176,15 +177,8 @@ def code_reads_columns(config: Config, task: Task) -> bool:
     environment = config.environment
     functions = [function for function in config.reward.functions if not function.is_judge]
     has_environment = environment.name is not None and environment.name not in BUILT_IN_ENVIRONMENTS
-    return bool(task.own or functions or has_environment or environment.tools or environment.agent)
-
-
-def check_data_given(config: Config) -> None:
-    """Raise Refusal for a method that learns from rows, without task.data."""
-    if config.task.data is None:
-        raise Refusal(
-            ("task.data",), f"task.data is missing: `tinyrl train {config.method}` needs rows, a file or a hub name"
-        )
+    is_own = isinstance(task, OwnTask)
+    return bool(is_own or functions or has_environment or environment.tools or environment.agent)
 
 
 def _placed(config: Config, source: str | None, *, most: int | None) -> Placed:
@@ -266,15 +260,14 @@ class Prompts(RowKind):
         task = self.task
         if "prompt" in task.columns:
             placed = [(place, at_place(place, with_prompt, row)) for place, row in placed]
-        if task.own is not None:
-            task.own.prepare([row for _, row in placed])
+        task.prepare([row for _, row in placed])
         for place, row in placed:
             at_place(place, self.check, row)
         names = list(dict.fromkeys(name for _, row in placed for name in row))
         rows = [{name: row.get(name) for name in names} for _, row in placed]
-        if task.own is not None:
-            task.own.prepare(rows)  # those that have got another column
-            rows = task.own.with_shown_images(rows)
+        task.prepare(rows)  # those that have got another column
+        if isinstance(task, OwnTask):
+            rows = task.code.with_shown_images(rows)
         return rows
 
     def check(self, row: Row) -> None:

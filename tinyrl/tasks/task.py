@@ -1,4 +1,4 @@
-"""What a task is: its rows, prompts, gold answers, verifier, and replies between turns."""
+"""What a task is: its rows, prompts, reference answers, verifier, and replies between turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 
 if TYPE_CHECKING:
-    from tinyrl.tasks.own import OwnCode
     from tinyrl.workers.calls import WorkerFunction
 
 FULL_MARKS = 1.0 - 1e-9  # weighted sums of floats miss 1.0 by a rounding error
@@ -56,21 +55,34 @@ class Task:
     asking_turn: Callable[[Row], str | None] | None = None  # a turn that `respond` answers, for trials without a model
     generate: Callable[[str | None, str, int], list[Row]] | None = None  # rows from (task.data, split, seed)
     grader: str | None = None  # "module:function" to be used for `verify`, in a process of its own
-    own: OwnCode | None = None  # of a user task: its file, whose functions run in a worker process
+
+    @property
+    def has_verifier(self) -> bool:
+        return self.verify is not None
+
+    @property
+    def has_replies(self) -> bool:
+        """Return whether it replies between turns by a function of its own."""
+        return self.respond is not None
+
+    @property
+    def has_turns(self) -> bool:
+        return self.has_replies or self.environment is not None
+
+    def prepare(self, rows: list[Row]) -> None:
+        """Find prompts and reference answers of rows at once, where finding them one by one takes long."""
 
     def answers(self, texts: list[str], rows: list[Row]) -> list[Hashable | None] | None:
         """Return the answers in completions of rows, of which equal ones are the same (None: no answer); None if the
         task does not know how.
         """
-        if self.own is not None:
-            return self.own.answers(texts, rows)
         if self.answer is None:
             return None
         return [self.answer(text, row) for text, row in zip(texts, rows, strict=True)]
 
     def replies_worker(self, *, timeout_s: float) -> WorkerFunction | None:
         """Return the worker that calls `respond` of a user task; None where `respond` is called here."""
-        return None if self.own is None or self.respond is None else self.own.replies(timeout_s=timeout_s)
+        return None
 
     @staticmethod
     def is_pass(score: float | None) -> bool:

@@ -11,9 +11,9 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.models.tokens import THOUGHTS, thought_markers, token_ids
 from tinyrl.tasks.answers import special_ids, turn_closing
-from tinyrl.text import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.image_rows import placed_prompt
@@ -16,13 +17,44 @@ from tinyrl.environments import worker_service
 from tinyrl.tasks.task import Task, no_rows
 from tinyrl.text import first_line
 from tinyrl.workers import protocol
+from tinyrl.workers.protocol import ServiceFacts
 from tinyrl.workers.values import RowResults
-from tinyrl.workers.worker import Service, parameters_of, reward
+from tinyrl.workers.worker import Service, facts_of, reward
 
-PLAIN_FACTS = (
-    "name", "summary", "columns", "compares_with", "right_or_wrong", "can_grade_math", "stop", "environment", "grader",
-)  # fmt: skip
 FUNCTIONS = ("verify", "check_reference", "answer", "respond", "asking_turn", "generate")  # which a task may have
+
+
+@dataclass(frozen=True)
+class OwnTaskFacts:
+    """Facts about a user task: its fields that are not functions, and which of FUNCTIONS it has."""
+
+    name: str
+    summary: str
+    columns: list[str]
+    compares_with: str
+    right_or_wrong: bool
+    can_grade_math: bool
+    stop: list[str]
+    environment: str | None
+    grader: str | None
+    functions: list[str]
+    has_rows: bool
+
+    @classmethod
+    def of(cls, task: Task) -> Self:
+        return cls(
+            name=task.name,
+            summary=task.summary,
+            columns=[*task.columns],
+            compares_with=task.compares_with,
+            right_or_wrong=task.right_or_wrong,
+            can_grade_math=task.can_grade_math,
+            stop=[*task.stop],
+            environment=task.environment,
+            grader=task.grader,
+            functions=[name for name in FUNCTIONS if getattr(task, name) is not None],
+            has_rows=task.rows is not no_rows,
+        )
 
 
 def task(objects: list[Any]) -> Service:
@@ -53,11 +85,9 @@ def task(objects: list[Any]) -> Service:
         assert found.asking_turn is not None
         return RowResults([found.asking_turn(row) for row in arguments["row"]])
 
-    facts: dict[str, Any] = {name: getattr(found, name) for name in PLAIN_FACTS}
-    facts["functions"] = [name for name in FUNCTIONS if getattr(found, name) is not None]
-    facts["has_rows"] = found.rows is not no_rows
     calls = {"rows": rows, "generate": generate, "prepare": prepare, "answers": answers, "asking_turns": asking_turns}
-    return Service(calls, {"task": facts, "whole": ["rows", "generate", "answers"]})
+    facts = ServiceFacts(whole=["rows", "generate", "answers"], of_host=asdict(OwnTaskFacts.of(found)))
+    return Service(calls, facts)
 
 
 def verifier(objects: list[Any]) -> Service:
@@ -69,7 +99,7 @@ def replies(objects: list[Any]) -> Service:
     """Make the service of a task's replies: that of an environment function."""
     respond = _only_task(objects).respond
     assert respond is not None
-    return worker_service.serve_replies(respond, **parameters_of(respond))
+    return worker_service.serve_replies(respond, takes=facts_of(respond))
 
 
 def _only_task(objects: list[Any]) -> Task:
@@ -103,7 +133,7 @@ def _plain_rows(rows: Any) -> list[Row]:
 
 
 def _prepared(task: Task, row: Row, files: ImageFiles) -> list[Any]:
-    """Return a row's prompt and gold answer, what is wrong with the row, and what is wrong with it for the verifier."""
+    """Return a row's prompt and reference answer, and what is wrong with it: for the task, and for the verifier."""
     try:
         prompt = prompt_of(placed_prompt(task.prompt(row), row, files))
         gold = task.gold(row)

@@ -16,8 +16,9 @@ from typing import Any, Literal, Self, TypeVar
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of, refuse_images
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import Request, SampledRole, SampleOptions, SamplingEngine
+from tinyrl.generation.engine import SamplingEngine
 from tinyrl.generation.engines import select_engine
+from tinyrl.generation.request import SampledRole
 from tinyrl.generation.sample import Sample
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.loading import check_ids
@@ -205,9 +206,10 @@ class ChatSession:
     def _answer(self, prompt: PreparedPrompt, on_text: OnText, *, greedy: bool = False) -> ChatAnswer:
         room = self.policy.positions - len(prompt.tokens)
         if room < 1:
-            raise ValueError(f"{len(prompt.tokens)} tokens fill the model's {self.policy.positions} positions: /reset")
+            raise ValueError(
+                f"{len(prompt.tokens)} tokens fill the model's context length of {self.policy.positions}: /reset"
+            )
         most = min(self.engine.settings.max_new_tokens, room)
-        request = Request(prompt.tokens, prompt_row=prompt.index, max_new_tokens=most)
         tokenizer = self.policy.tokenizer
         written = TurnDetokenizer(tokenizer)
 
@@ -215,19 +217,22 @@ class ChatSession:
             on_text("policy", written.end())
             on_text("environment", str(tokenizer.decode(tokens, skip_special_tokens=True)))
 
-        options: SampleOptions = {
-            "seed": self.target.config.run.seed,
-            "step": CHAT_STEP + self.turn,
-            "role": self.role,
-            "greedy": greedy or self.greedy,
-            "on_tokens": lambda tokens: on_text("policy", written.add(tokens)),
-            "on_reply": reply,
-        }
+        requests = self.engine.requests_for(
+            prompt.tokens,
+            1,
+            row=prompt.index,
+            seed=self.target.config.run.seed,
+            step=CHAT_STEP + self.turn,
+            limit=most,
+            greedy=greedy or self.greedy,
+            role=self.role,
+            on_tokens=lambda tokens: on_text("policy", written.add(tokens)),
+        )
         if self.runner is None:
-            [[sample]] = self.engine.sample([request], 1, **options)
+            [sample] = self.engine.sample(requests)
             on_text("policy", written.end())
             return ChatAnswer(prompt, sample, turn_text(tokenizer, sample.response))
-        [sample] = self.runner.play([prompt], [request], 1, engine=self.engine, options=options)
+        [sample] = self.runner.play([prompt], requests, engine=self.engine, on_reply=reply)
         on_text("policy", written.end())
         transcript = sample.played.transcript if sample.played is not None else []
         text = "".join(message["content"] for message in transcript if message["role"] == "assistant")

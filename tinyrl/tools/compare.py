@@ -26,9 +26,10 @@ from tinyrl.evaluation.result import (
     TrainedOn,
     TrainerMetrics,
 )
+from tinyrl.evaluation.side import OwnSide
 from tinyrl.evaluation.statistics import paired_difference, win_rate
 from tinyrl.evaluation.targets import Asked, Side, Target, seen_in_training, trained_on
-from tinyrl.generation.engine import SampledRole
+from tinyrl.generation.request import SampledRole
 from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
@@ -36,7 +37,6 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.records import json_safe
-from tinyrl.runs.run_dir import OwnSide
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.load import load_row_method
 

@@ -15,9 +15,9 @@ import uvicorn
 
 from tinyrl.endpoint.endpoint import LOCAL, Endpoint, server_config
 from tinyrl.evaluation.targets import Target
-from tinyrl.generation.engine import SampledRole, SamplingParams
 from tinyrl.generation.engines import select_engine
-from tinyrl.generation.scheduler import LiveScheduler
+from tinyrl.generation.live import LiveScheduler
+from tinyrl.generation.request import SampledRole
 from tinyrl.models.policy_files import restore_policy
 from tinyrl.process.launched import Options
 from tinyrl.rollout.load import load_policy, resolve_threads
@@ -89,8 +89,7 @@ def served(
         endpoint = Endpoint(
             scheduler,
             names,
-            defaults=SamplingParams(generation.temperature, generation.top_p, generation.top_k),
-            max_new_tokens=generation.max_new_tokens,
+            defaults=generation,
             positions=policy.positions,
             variables=config.task.chat_template_kwargs,
             key=key,

@@ -16,7 +16,7 @@ from tinyrl.config.removed import given_removed
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.training.code_inputs import same_module
 from tinyrl.training.method import Method
-from tinyrl.training.run import InputHashes
+from tinyrl.training.run_state import InputHashes
 from tinyrl.training.step import rate_factor
 
 MOST_SHOWN = 3  # changes in an error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinyrl.config.schema import Config
-from tinyrl.training.run import InputHashes, SourceFile
+from tinyrl.training.run_state import InputHashes, SourceFile
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.imports import ImportedFile
 from tinyrl.workers.loading import FunctionSource, parse_use

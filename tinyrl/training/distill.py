@@ -95,11 +95,11 @@ class Distill(OnPolicy):
             if length > most:
                 raise ValueError(
                     f"row {prompt.index + 1} has {length} tokens, prompt and given answer, and student and teacher "
-                    f"have {most} positions; leave the row out, or take distill.on_policy_fraction=1"
+                    f"have a context length of {most}; leave the row out, or take distill.on_policy_fraction=1"
                 )
 
     def given(self, prompt: PreparedPrompt) -> Sample:
-        """Take a row's `completion`, or the task's gold answer. Raises ValueError for a row that has none."""
+        """Take a row's `completion`, or the task's reference answer. Raises ValueError for a row that has none."""
         where = self.config.task
         gold = self.collector.task.gold(prompt.row)
         whole = prompt.rest_of(gold) if isinstance(gold, str) else gold

@@ -33,7 +33,6 @@ from tinyrl.data.readers import Row
 from tinyrl.data.turns import Side, learnt_turns
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.models.batch import Batch, Example
-from tinyrl.models.checks import check_reference
 from tinyrl.models.packing import common_length
 from tinyrl.models.policy import Policy
 from tinyrl.tasks.answers import turn_closing
@@ -151,7 +150,7 @@ class Dpo(RowMethod):
     def check(self) -> list[str]:
         """Check that policy and reference agree before the first step."""
         texts = [pair.texts[0] for row in self.train_rows[:4] for pair in row]
-        check_reference(self.policy, texts, temperature=1.0, autocast=self.policy.run_device.autocast)
+        self.policy.check_reference(texts, temperature=1.0)
         return super().check()
 
     def save(self, folder: Path) -> None:

@@ -14,7 +14,8 @@ from tinyrl.config.marks import Named
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.provenance import versions
-from tinyrl.training.run import OF_A_RUN, InputHashes, SourceFile
+from tinyrl.training.run_state import InputHashes, SourceFile
+from tinyrl.training.saver import OF_A_RUN
 from tinyrl.workers.fingerprint import fingerprint
 from tinyrl.workers.loading import parse_use
 

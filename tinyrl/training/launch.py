@@ -52,14 +52,9 @@ from tinyrl.training.code_inputs import carried_files, code_of, with_imports
 from tinyrl.training.inputs import named_inputs, read_sources
 from tinyrl.training.load import load_method
 from tinyrl.training.method import Method
-from tinyrl.training.run import (
-    CheckpointState,
-    InputHashes,
-    OnStep,
-    Run,
-    out_of_memory_stops,
-)
-from tinyrl.training.saves import check_saves
+from tinyrl.training.run import OnStep, Run, out_of_memory_stops
+from tinyrl.training.run_state import CheckpointState, InputHashes
+from tinyrl.training.saver import check_saves
 from tinyrl.training.step import schedule_notes
 from tinyrl.workers.foreign_code import tell_code
 

@@ -30,7 +30,7 @@ from tinyrl.generation.sample import (
 from tinyrl.models.batch import Batch, Tokens
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.process.signals import stop_held
-from tinyrl.rewards.scores import check_failure_streak, check_outcome, describe_failures
+from tinyrl.rewards.failures import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
     TokenColumns,
     completion_text,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tinyrl.algorithms.kl import ESTIMATORS, k1
 from tinyrl.algorithms.losses import (
+    Aggregation,
     Metrics,
     cispo_loss,
     clipped_surrogate,
@@ -30,7 +31,7 @@ from tinyrl.algorithms.losses import (
     kl_loss,
     mismatch_weights,
 )
-from tinyrl.algorithms.masking import Aggregation, masked_sum
+from tinyrl.algorithms.masking import masked_sum
 
 if TYPE_CHECKING:
     from tinyrl.config.method_sections import Mismatch, Surrogate

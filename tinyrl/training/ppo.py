@@ -286,5 +286,5 @@ def text_examples(row: Row, policy: Policy, *, place: str) -> list[Example]:
         raise ValueError(f"{TEXT}, {place}: {error}") from error
     longest = max(one.length for one in found)
     if longest > policy.positions:
-        raise ValueError(f"{TEXT}, {place}: {longest} tokens, and the model has {policy.positions} positions")
+        raise ValueError(f"{TEXT}, {place}: {longest} tokens, and the model's context length is {policy.positions}")
     return found

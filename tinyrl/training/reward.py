@@ -29,7 +29,7 @@ from tinyrl.data.formats import labelled, preference, two_labels
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import behind_beginning
 from tinyrl.evaluation.evaluate import Evaluation
-from tinyrl.evaluation.statistics import label_metrics, pair_metrics
+from tinyrl.evaluation.reward_model import label_metrics, pair_metrics
 from tinyrl.models.batch import Batch, Example, Item
 from tinyrl.models.loading import save_tokenizer
 from tinyrl.models.packing import common_length
@@ -124,7 +124,7 @@ class RewardModel(RowMethod):
 
     def score_batch(self, batch: Batch) -> Tensor:
         """Score a batch: (n, 2) of chosen and rejected, or (n, 1)."""
-        return self.policy.scores(batch).view(-1, len(batch.items)).T
+        return self.policy.reward_scores(batch).view(-1, len(batch.items)).T
 
     def score_examples(self, examples: list[Example], *, among: World | None = None) -> Tensor:
         """Score any number of examples, without gradient, on the CPU."""

@@ -14,17 +14,18 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
+from tinyrl.config.derive import with_num_steps
 from tinyrl.data.formats import EQUAL, beginning, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
-from tinyrl.data.rows import batch_indices, few_held_out, fingerprints, with_num_steps
+from tinyrl.data.rows import batch_indices, few_held_out, fingerprints
 from tinyrl.data.turns import Side
 from tinyrl.models.batch import Example
 from tinyrl.models.loading import check_ids
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import readable
+from tinyrl.process.counting import counted
 from tinyrl.rollout.collect import template_warnings
-from tinyrl.runs.counting import counted
 from tinyrl.tasks.answers import NotContinuedError, render_answer, thinking_variables
 from tinyrl.tasks.prompts import (
     LongText,
@@ -115,7 +116,7 @@ class RowMethod(Method):
     @property
     def limit(self) -> tuple[int, str]:
         """Return most tokens of an example, and what limits them."""
-        return self.policy.positions, f"the model's {self.policy.positions} positions"
+        return self.policy.positions, f"the model's context length of {self.policy.positions}"
 
     @property
     def batch_size(self) -> int:

@@ -78,8 +78,9 @@ class Teacher:
         """Raise ValueError where a sampled text of the run may have more tokens than the teacher has positions."""
         if self.longest_text > self.positions:
             raise ValueError(
-                f"teacher.path={self.config.path} has {self.positions} positions, and a prompt with its response may "
-                f"have {self.longest_text} tokens here: lower generation.max_new_tokens or generation.max_prompt_tokens"
+                f"teacher.path={self.config.path} has a context length of {self.positions}, and a prompt with its "
+                f"response may have {self.longest_text} tokens here: lower generation.max_new_tokens or "
+                "generation.max_prompt_tokens"
             )
 
     def prompts(self, samples: list[Sample]) -> Sequence[list[int] | None]:
@@ -331,7 +332,7 @@ class PrivilegedPrompt:
         scores = torch.tensor([sample.scores for sample in samples])
         if scorer.uses_verifier:  # the first reward, as no function and no model is named then
             scores = scores[:, 0]
-        elif collector.task.verify is not None:
+        elif collector.task.has_verifier:
             transcripts = [sample.played.transcript for sample in samples if sample.played is not None]
             prompts = [self.by_index[sample.row] for sample in samples]
             responses = [sample.response for sample in samples]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tinyrl.process.errors import CodeChanged
 from tinyrl.text import did_you_mean
@@ -20,10 +21,14 @@ from tinyrl.workers.loading import FunctionSource
 from tinyrl.workers.process import MALFORMED, CallFailed, HereProcess, Printed, WorkerProcess, quoted
 from tinyrl.workers.values import RowFailure, RowResults, all_failed
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 LOAD_TIMEOUT_S = 120.0  # at least; imports do not count as the function's time
 ROW_TIMEOUT = 0.125  # of timeout_s, for a row alone
 MIN_ROW_TIMEOUT_S = 1.0
 ROWS_TIMEOUTS = 2  # trying the rows of one batch may take this many times timeout_s
+HostFacts = TypeVar("HostFacts", bound="DataclassInstance")
 
 
 class WorkerFunction:
@@ -50,7 +55,7 @@ class WorkerFunction:
         self._setting = f"{setting} '{sources[0].use}'"
         self._timeout_s = timeout_s
         self._process: WorkerProcess | HereProcess | None = None
-        self._facts: dict[str, Any] | None = None  # what the function takes, as its worker found it
+        self._facts: protocol.ServiceFacts | None = None  # what the function takes, as its worker found it
 
     def __enter__(self) -> Self:
         return self
@@ -58,9 +63,9 @@ class WorkerFunction:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def start(self) -> dict[str, Any]:
-        """Load the function and return the facts of its service: see worker.py. ValueError if its code does not load,
-        which before training the user can fix.
+    def start(self) -> protocol.ServiceFacts:
+        """Load the function and return the facts of its service. ValueError if its code does not load, which before
+        training the user can fix.
         """
         if self._facts is None:
             try:
@@ -69,6 +74,15 @@ class WorkerFunction:
                 raise ValueError(f"{self._setting} {failure}.") from failure
         assert self._facts is not None
         return self._facts
+
+    def host_facts(self, kind: type[HostFacts]) -> HostFacts:
+        """Load the function and return the record of its host. Raises ValueError if its code does not load, or answers
+        with other fields.
+        """
+        found = self.start().of_host
+        if found.keys() != {each.name for each in fields(kind)}:
+            raise ValueError(f"{self._setting} could not be loaded: it {MALFORMED}.")
+        return kind(**found)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the worker and whatever it started; an idle one leaves by itself. A later call starts another."""
@@ -99,20 +113,20 @@ class WorkerFunction:
         if not num_rows:
             return RowResults([])
         facts = self.start()
-        for name in facts["required"]:
+        for name in facts.required:
             if name not in arguments:
                 raise ValueError(
                     f"{self._setting} takes a column '{name}', which the data does not have."
                     f"{did_you_mean(name, list(arguments))} There are: {', '.join(arguments)}."
                 )
-        if facts["parameters"] is not None:  # it has no **columns
-            arguments = {name: arguments[name] for name in facts["parameters"] if name in arguments}
+        if facts.parameters is not None:  # it has no **columns
+            arguments = {name: arguments[name] for name in facts.parameters if name in arguments}
         ask = partial(self._ask, call=call, is_valid=is_valid)
         timeout_s = timeout_s or self._timeout_s
         rows_may_be_guilty = False
         try:
             self._load()
-            rows_may_be_guilty = call not in facts["whole"]
+            rows_may_be_guilty = call not in facts.whole
             return ask(arguments, num_rows, timeout_s=timeout_s)
         except CallFailed as failure:
             why = str(failure)

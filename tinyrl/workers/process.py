@@ -26,7 +26,8 @@ from typing import Any
 from tinyrl.process.errors import machine_memory
 from tinyrl.process.launched import VARIABLES
 from tinyrl.process.signals import check_stop
-from tinyrl.text import escape_control, mask_url, one_line
+from tinyrl.text import escape_control, one_line
+from tinyrl.urls import mask_url
 from tinyrl.workers import protocol, supervisor, worker
 
 POLL_S = 0.1

@@ -1,7 +1,7 @@
 """Messages between a run and a worker: JSON, one per line, over two pipes that nothing else uses.
 
     {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
-        -> {"id", "facts": {"parameters": names or null for any, "required": names, further facts}}
+        -> {"id", "facts": the fields of ServiceFacts}
     {"id", "timeout_s", "call", "arguments": {name: list}, "num_rows"}
         -> {"id", "values": one per row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
 
@@ -16,6 +16,7 @@ exactly a reply is Malformed, which fails the rows of the call.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinyrl.workers.imports import ImportedFile
@@ -27,6 +28,22 @@ _decode = json.JSONDecoder().decode
 
 class Malformed(Exception):
     """What came is not the reply of a worker."""
+
+
+@dataclass(frozen=True)
+class ServiceFacts:
+    """Facts about the service that a worker made of user code.
+
+    parameters  names of the arguments that its calls take; None: any
+    required    arguments that must be given
+    whole       calls whose rows are not tried one by one when they fail
+    of_host     fields of the host's own record, which `WorkerFunction.host_facts` reads
+    """
+
+    parameters: list[str] | None = None
+    required: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+    of_host: dict[str, Any] = field(default_factory=dict)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -75,11 +92,16 @@ def results_in(reply: dict[str, Any], num_rows: int) -> RowResults:
     return RowResults(values, failures, comments, slowest=_slowest(reply.get("slowest"), num_rows))
 
 
-def facts_in(reply: dict[str, Any]) -> dict[str, Any]:
+def facts_in(reply: dict[str, Any]) -> ServiceFacts:
     """Return the facts of a service in a reply. Raises Malformed if it does not hold them."""
     match reply.get("facts"):
-        case {"parameters": list() | None, "required": list(), "whole": list()} as facts:
-            return facts
+        case {
+            "parameters": list() | None as parameters,
+            "required": list(required),
+            "whole": list(whole),
+            "of_host": dict(of_host),
+        }:
+            return ServiceFacts(parameters, required, whole, of_host)
     raise Malformed
 
 

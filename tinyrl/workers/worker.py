@@ -23,11 +23,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from tinyrl.workers import protocol
 from tinyrl.workers.imports import ImportLog
+from tinyrl.workers.protocol import ServiceFacts
 from tinyrl.workers.values import RowResults, check_scores, message_of
 
 MAX_ERROR_CHARS = 2000  # of an exception's message, which is cut to a line where it is shown
@@ -81,14 +82,10 @@ def serve(requests: int, replies: int, *, memory_bytes: int) -> None:
 
 
 class Service(NamedTuple):
-    """Functions of (arguments by name, number of rows) by name, and facts about them for the run.
-
-    facts: parameters (None: any) and required ones of all calls; whole: calls whose rows are not tried one by one when
-    they fail; others are the host's own.
-    """
+    """Functions of (arguments by name, number of rows) by name, and facts about them for the run."""
 
     calls: dict[str, Callable[[dict[str, list[Any]], int], RowResults]]
-    facts: dict[str, Any]
+    facts: ServiceFacts
 
 
 def make_service(objects: list[Any], host: str | None) -> Service:
@@ -134,7 +131,7 @@ class Loaded:
     def _load(self, sources: list[dict[str, Any]], host: str | None) -> dict[str, Any]:
         found = [self._find(**source) for source in reversed(sources)][::-1]  # the first is the one that is named
         self._service = make_service(found, host)
-        return {"parameters": None, "required": [], "whole": [], **self._service.facts}
+        return asdict(self._service.facts)
 
     def _find(self, module: str | None, file: str, function: str, here: Any = None) -> Any:
         """Import the file or module and return the function, unless it is given."""
@@ -170,18 +167,16 @@ def reward(objects: list[Any]) -> Service:
         results.slowest = timer.slowest()
         return results
 
-    return Service({"score": score}, parameters_of(function))
+    return Service({"score": score}, facts_of(function))
 
 
-def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the names of a function's parameters (None: it takes any), and of those that it must be given."""
+def facts_of(function: Callable[..., Any]) -> ServiceFacts:
+    """Return the facts of a service that calls one function: its parameters, and those that it must be given."""
     parameters = inspect.signature(function).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    return {
-        "parameters": None if takes_all else [each.name for each in named],
-        "required": [each.name for each in named if each.default is each.empty],
-    }
+    required = [each.name for each in named if each.default is each.empty]
+    return ServiceFacts(parameters=None if takes_all else [each.name for each in named], required=required)
 
 
 @functools.cache

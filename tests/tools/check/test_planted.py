@@ -109,10 +109,10 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "a turn without an end": (f"{GRPO} model.path=endless task.name=sort", FULL, 3, "task.chat=false"),
     "no system prompt": (f"{GRPO} model.path=deaf task.name=sort task.system_prompt=Go", FULL, 2, "task.system_prompt"),
     "one reward for everything": (REWARD.replace("NAME", "flat"), QUICK, 3, "docs/rewards.md"),
-    "gold answers do not win": (REWARD.replace("NAME", "longer"), QUICK, 3, "docs/rewards.md"),
+    "reference answers do not win": (REWARD.replace("NAME", "longer"), QUICK, 3, "docs/rewards.md"),
     "no reward for anything": (REWARD.replace("NAME", "silent"), QUICK, 3, "docs/rewards.md"),
-    "gold answers without a score": (REWARD.replace("NAME", "unknown"), QUICK, 3, "docs/rewards.md"),
-    "half marks for gold answers": (f"{GRPO} task.name=mine.py:TASK", QUICK, 3, "docs/data.md"),
+    "reference answers without a score": (REWARD.replace("NAME", "unknown"), QUICK, 3, "docs/rewards.md"),
+    "half marks for reference answers": (f"{GRPO} task.name=mine.py:TASK", QUICK, 3, "docs/data.md"),
     "tools without a template": (f"{ROWS} environment.tools=[mine.py:add]", QUICK, 3, "template"),
     "chance": (REWARD.replace("NAME", "moody"), QUICK, 3, "random numbers"),
     "an exception": (REWARD.replace("NAME", "crash"), QUICK, 3, "mine.py, line 15"),
@@ -247,7 +247,7 @@ def test_a_tool_is_tried_with_the_example_of_its_docstring() -> None:
 
 
 def test_the_share_that_failed_is_of_the_calls_that_were_made() -> None:
-    """Rows without gold answers make fewer calls."""
+    """Rows without reference answers make fewer calls."""
     words = f"{GRPO} task.data=plain.jsonl " + 'reward.functions=[{"use":"mine.py:crash"}]'
     assert sections_of(words, QUICK)[2].facts["failed"] == 1.0
 

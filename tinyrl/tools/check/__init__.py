@@ -154,7 +154,7 @@ def _start(prepared: PreparedRun, options: Options) -> tuple[OnPolicy | RowMetho
     """
     from tinyrl.rollout.load import resolve_threads  # with torch
     from tinyrl.training.load import load_method
-    from tinyrl.training.saves import check_saves
+    from tinyrl.training.saver import check_saves
     from tinyrl.training.step import schedule_notes
 
     method = load_method(prepared, options=options)
@@ -232,8 +232,8 @@ def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
         gold = task.gold(row)
         prompt = task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        lines += [f"prompt: {one_line(text, SHOWN)!r}", f"gold answer: {one_line(repr(gold), SHOWN // 4)}"]
-        lines += [] if gold is not None else ["the task knows no gold answers"]
+        lines += [f"prompt: {one_line(text, SHOWN)!r}", f"reference answer: {one_line(repr(gold), SHOWN // 4)}"]
+        lines += [] if gold is not None else ["the task knows no reference answers"]
         if config.task.data is not None and task.name == "sort":
             lines.append("read as letters of the task sort; rows of another kind need task.name=rows")
     lines.append("columns: " + ", ".join(f"{name}={one_line(repr(value), 30)}" for name, value in row.items()))

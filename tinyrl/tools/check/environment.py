@@ -18,14 +18,14 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Replies, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
-from tinyrl.rewards.scores import MAX_FAILED_SHARE
+from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, one_line
 from tinyrl.tools.check.reward import has_environment, tokenizer_of
-from tinyrl.tools.check.section import CheckSection
+from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
 
 EPISODES = 16
@@ -207,7 +207,7 @@ def replies_are_cut(trial: PlayedScripts) -> Finding | None:
     if typical <= 2 * limit:
         return None
     most = min(-(-trial.longest // CHARS_A_TOKEN), trial.most_observation_tokens)
-    change = "Shorter replies, fewer environment.max_turns, or a model with more positions."
+    change = "Shorter replies, fewer environment.max_turns, or a model with a longer context."
     if most > limit:
         change = f"environment.max_observation_tokens={most}."
     return Finding(
@@ -233,8 +233,8 @@ FINDINGS = (
 
 
 def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
-    """Ask the environment about gold answers, turns that it should answer, nothing, nonsense and bad calls of tools;
-    None where there is none.
+    """Ask the environment about reference answers, turns that it should answer, nothing, nonsense and bad calls of
+    tools; None where there is none.
     """
     section = CheckSection("environment")
     rows = rows[:EPISODES]
@@ -349,7 +349,7 @@ def play_tool(
 def line_of(script: Script) -> str:
     """Return what became of a script's turns."""
     counts = ", ".join(f"{count} {what}" for what, count in script.counts.items())
-    line = f"  {script.kind}: {len(script.turns)} tried, {counts}"
+    line = f"  {words_of_kind(script.kind)}: {len(script.turns)} tried, {counts}"
     paid = [reply.reward for reply in script.given if reply.reward is not None]
     return f"{line}, mean reward {fmean(paid):.4g}" if any(paid) else line
 
@@ -358,7 +358,7 @@ def notes_of(trial: PlayedScripts) -> list[str]:
     """Return an example, the seconds of a call, what is cut, and tools that only failed on invented arguments."""
     notes = [f"{one_line(turn, SHOWN)!r} -> {one_line(text, SHOWN)!r}" for turn, text in trial.asked[:1]]
     seconds = fmean(script.seconds for script in trial.scripts)
-    notes.append(f"{1e3 * seconds:.1f} ms a call of {len(trial.scripts[0].turns)} episodes")
+    notes.append(f"{1e3 * seconds:.1f} ms per call of {len(trial.scripts[0].turns)} episodes")
     limit = trial.max_observation_tokens
     if trial.longest > CHARS_A_TOKEN * limit:
         most = -(-trial.longest // CHARS_A_TOKEN)

@@ -7,14 +7,15 @@ import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 
 from tinyrl.config.schema import Config
 from tinyrl.data.readers import Placed
 from tinyrl.formatting import format_bytes, format_seconds
-from tinyrl.generation.engine import Request, SampleOptions, SamplingEngine
+from tinyrl.generation.engine import SamplingEngine
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, SampleBuilder
 from tinyrl.models.checks import ordinary_ids
 from tinyrl.models.device import memory_room, peak_memory_gb
@@ -32,7 +33,8 @@ from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.load import make_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
-from tinyrl.training.run import Run, RunState, out_of_memory_stops
+from tinyrl.training.run import Run, out_of_memory_stops
+from tinyrl.training.run_state import RunState
 from tinyrl.workers.values import RowResults
 
 MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
@@ -138,18 +140,16 @@ class UnsampledEngine(SamplingEngine):
     name = "server"
     exact = False
 
-    def sample(
-        self, requests: list[Request], samples_per_request: int, **options: Unpack[SampleOptions]
-    ) -> list[list[Sample]]:
+    def sample(self, requests: list[Request]) -> list[Sample]:
         length = self.settings.max_new_tokens
         tokens = ordinary_ids(len(self.tokenizer), length)
         logprobs = [math.log(0.5)] * length
-        groups = list[list[Sample]]()
+        samples = list[Sample]()
         for request in requests:
-            one = SampleBuilder(request.prompt_tokens, row=request.prompt_row)
+            one = SampleBuilder(request)
             one.chose(tokens, logprobs)
-            groups.append([one.sample(finish="length")] * samples_per_request)
-        return groups
+            samples.append(one.sample(finish="length"))
+        return samples
 
 
 def largest_collector(collector: Collector, config: Config) -> Collector:

@@ -14,7 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from tinyrl.config.advice import longer_responses
 from tinyrl.data.rows import row_key
 from tinyrl.evaluation.evaluate import EVAL_STEP
-from tinyrl.generation.engine import Request, SamplingEngine, eos_token_ids
+from tinyrl.generation.engine import SamplingEngine, eos_token_ids
+from tinyrl.generation.request import Request
 from tinyrl.generation.sample import Sample, apply_length_rules
 from tinyrl.generation.turns import EpisodeRunner
 from tinyrl.models.batch import Batch, batch_of, examples
@@ -33,7 +34,7 @@ from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
 
-GOLDS = 64  # gold answers whose lengths are compared with the limit
+GOLDS = 64  # reference answers whose lengths are compared with the limit
 TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 
 
@@ -115,11 +116,11 @@ def check_model(method: OnPolicy | RowMethod, notes: list[str]) -> CheckSection:
 
 
 def _room_for_gold(collector: Collector) -> Check:
-    """Check that most gold answers fit into a completion."""
+    """Check that most reference answers fit into a completion."""
     tokenizer = collector.policy.tokenizer
     golds = [collector.task.gold(prompt.row) for prompt in collector.train_prompts[:GOLDS]]
     lengths = sorted(len(token_ids(tokenizer, str(gold))) for gold in golds if gold is not None)
-    name = "room for gold answers"
+    name = "room for reference answers"
     limit = collector.config.generation.max_new_tokens
     if not lengths or lengths[len(lengths) // 2] <= limit:
         return Check(name, "ok", f"they have at most {lengths[-1]} tokens" if lengths else "there are none")
@@ -127,7 +128,7 @@ def _room_for_gold(collector: Collector) -> Check:
     between = collector.longest_response - limit
     room = collector.policy.positions - most_tokens(collector.train_prompts) - between
     advice = longer_responses(collector.config, (2 * lengths[-1], lengths[-1]), room=room)
-    change = f"Take a model with more positions: prompts leave {room:,} of {collector.policy.positions:,}."
+    change = f"Take a model with a longer context: prompts leave {room:,} of {collector.policy.positions:,}."
     return Check(name, "wrong", said, change if advice is None else f"{advice}.")
 
 
@@ -211,8 +212,10 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         exact = partial(_logprobs, policy, rows, temperature, widened=True)
         checks.append(_compared("padded = unpadded", policy, padded, by_themselves, exact))
     if engine is not None and engine.name != "server":
-        requests = [Request(p, prompt_row=i, max_new_tokens=NEW_TOKENS) for i, p in enumerate(prompts)]
-        drawn = [sample for group in engine.sample(requests, 2, seed=0, step=0) for sample in group]
+        requests = list[Request]()
+        for i, prompt in enumerate(prompts):
+            requests += engine.requests_for(prompt, 2, row=i, seed=0, step=0, limit=NEW_TOKENS)
+        drawn = engine.sample(requests)
         batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), device=device)
         cached = pad_sequence([torch.tensor(sample.logprobs) for sample in drawn], batch_first=True)
         rescored = _logprobs(policy, [batch], temperature)

@@ -39,7 +39,7 @@ LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
 FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
 SHOWN = 60
-LEAST_MISSED = 0.2  # share of the completions that hold the gold answer and score less, for a finding
+LEAST_MISSED = 0.2  # share of the completions that hold the reference answer and score less, for a finding
 BAR = 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
          "stopped_in_thought", "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
@@ -136,7 +136,7 @@ class Trial:
 
     @cached_property
     def missed(self) -> list[Answer]:
-        """Return the completions that hold the gold answer and are not scored as right, though gold answers are."""
+        """Return the completions that hold the reference answer and are not scored as right, though it is, alone."""
         solved = self.config.task.solved_reward
         unsolved = [answer for answer in self.answers if answer.gold and not answer.score >= solved]
         return [one for one in unsolved if _holds(one.text, str(one.gold))] if self.knows_gold else []
@@ -244,7 +244,7 @@ def with_spread(groups: list[list[Answer]], size: int) -> float:
 
 # ---- findings ----
 
-LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to gold answers."
+LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to reference answers."
 
 
 def rewards_dropped(trial: Trial) -> Finding | None:
@@ -290,7 +290,7 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
 
 
 def right_answers_in_another_form(trial: Trial) -> Finding | None:
-    """A fifth of the completions or more hold the gold answer and are not scored as right."""
+    """A fifth of the completions or more hold the reference answer and are not scored as right."""
     missed = trial.missed
     share = len(missed) / len(trial.answers)
     if share < LEAST_MISSED:
@@ -299,7 +299,7 @@ def right_answers_in_another_form(trial: Trial) -> Finding | None:
     form = f"...{gold[-SHOWN:]!r}" if len(gold) > SHOWN else repr(gold)
     return Finding(
         name="right answers in another form",
-        what=f"{share:.0%} of the completions hold the gold answer and are not scored as right, such as "
+        what=f"{share:.0%} of the completions hold the reference answer and are not scored as right, such as "
         f"{one_line(missed[0].text, SHOWN)!r}: the reward reads it as in {form}.",
         change="Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft.",
         figures={"missed": share},
@@ -362,7 +362,7 @@ def cut_off(trial: Trial) -> Finding | None:
         return None
     room = int(min(2 * trial.limit, trial.positions))
     advice = longer_responses(trial.config, [room] if room >= 1.5 * trial.limit else [], room=room)
-    change = "Ask for shorter answers (task.system_prompt), or take a model with more positions."
+    change = "Ask for shorter answers (task.system_prompt), or take a model with a longer context."
     if advice is not None:
         change = f"Raise the limit: {advice}."
     return _cut(trial, name="cut off", change=change)
@@ -591,7 +591,8 @@ def section(trial: Trial) -> CheckSection:
             lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
     if 0 < len(trial.missed) < LEAST_MISSED * len(trial.answers):  # more of them are a finding
         shown = one_line(trial.missed[0].text, SHOWN)
-        lines.append(f"{len(trial.missed)} completions hold the gold answer and are not scored as right: {shown!r}")
+        count = len(trial.missed)
+        lines.append(f"{count} completions hold the reference answer and are not scored as right: {shown!r}")
     lines.append(
         f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
         f"{trial.limit}"

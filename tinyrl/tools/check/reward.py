@@ -22,15 +22,15 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
+from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
-from tinyrl.rewards.scores import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import one_line
-from tinyrl.tools.check.section import CheckSection
+from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.workers.values import RowResults
 
 if TYPE_CHECKING:
@@ -50,13 +50,13 @@ MESSAGES = " Completions are lists of messages here: the text is completion[-1][
 
 @dataclass
 class ScoredTexts:
-    """Scores of texts for each row by kind: gold (if the task knows gold answers), nothing and nonsense; NaN where a
-    function failed or none applies.
+    """Scores of texts for each row by kind: gold (if the task knows reference answers), nothing and nonsense; NaN where
+    a function failed or none applies.
 
     again: the first kind once more; failed: the share of the rows of all calls that failed; why: the first reason;
     other: where rewards may come from else, "" where a reward is needed here; gets_messages: completions are lists of
-    messages; lacking: the share of gold answers without full marks by the task's own verifier; holes, is_blind: what an
-    attack has found.
+    messages; lacking: the share of reference answers without full marks by the task's own verifier; holes, is_blind:
+    what an attack has found.
     """
 
     scores: dict[str, list[float]]
@@ -101,7 +101,7 @@ def no_rewards(trial: ScoredTexts) -> Finding | None:
         return None
     what = "No completion gets a score"
     if "gold" in trial.scores:
-        what += ", not the gold answer either"
+        what += ", not the reference answer either"
     return Finding(name="no rewards", what=f"{what}.", change=trial.advice)
 
 
@@ -110,14 +110,14 @@ def one_reward_for_everything(trial: ScoredTexts) -> Finding | None:
         return None
     return Finding(
         name="one reward for everything",
-        what=f"Gold answers, nothing and nonsense all score {trial.lowest:.4g}.",
+        what=f"Reference answers, nothing and nonsense all score {trial.lowest:.4g}.",
         change=trial.advice,
         figures={"low": trial.lowest},
     )
 
 
 def gold_answers_do_not_win(trial: ScoredTexts) -> Finding | None:
-    """In more than a fifth of the rows the gold answer scores no more than nothing or nonsense."""
+    """In more than a fifth of the rows the reference answer scores no more than nothing or nonsense."""
     if "gold" not in trial.scores or trial.is_flat or not trial.known:
         return None
     rivals = np.array([trial.scores["nothing"], trial.scores["nonsense"]])
@@ -127,8 +127,8 @@ def gold_answers_do_not_win(trial: ScoredTexts) -> Finding | None:
     if beaten <= MAX_FAILED_SHARE:
         return None
     return Finding(
-        name="gold answers do not win",
-        what=f"In {beaten:.0%} of the rows the gold answer scores no more than nothing or nonsense.",
+        name="reference answers do not win",
+        what=f"In {beaten:.0%} of the rows the reference answer scores no more than nothing or nonsense.",
         change=trial.advice,
         figures={"beaten": beaten},
     )
@@ -138,8 +138,8 @@ def gold_answers_lack_full_marks(trial: ScoredTexts) -> Finding | None:
     if not trial.lowest < trial.highest or trial.lacking <= MAX_FAILED_SHARE:
         return None
     return Finding(
-        name="gold answers lack full marks",
-        what=f"In {trial.lacking:.0%} of the rows the task's own gold answer has less than full marks, which are 1.",
+        name="reference answers lack full marks",
+        what=f"In {trial.lacking:.0%} of the rows the task's reference answer has less than full marks, which are 1.",
         change="Correct `verify` or `gold` of the task: docs/data.md.",
         figures={"lacking": trial.lacking},
     )
@@ -204,8 +204,8 @@ FINDINGS = (
 
 
 def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
-    """Score gold answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and reward
-    models are left out: they are tried when the model is loaded.
+    """Score reference answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and
+    reward models are left out: they are tried when the model is loaded.
     """
     section = CheckSection("reward")
     rows = rows[:REWARD_ROWS]
@@ -245,7 +245,7 @@ def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
             if unread:
                 section.facts["unread"] = unread
                 section.lines.append(
-                    f"warning: {unread} of {len(rows)} gold answers cannot be read: those rows have no score"
+                    f"warning: {unread} of {len(rows)} reference answers cannot be read: those rows have no score"
                 )
         is_sound = seconds < SLOW_CALL_S and not found_by(FINDINGS, trial)
         if is_sound and "gold" in scores and (config.reward.functions or task.right_or_wrong):
@@ -265,13 +265,13 @@ def functions_of(config: Config, task: Task) -> list[FunctionReward]:
     """Return the reward functions of a run, not started: those of the settings, or the task's verifier."""
     reward = config.reward
     if reward.is_verifier:
-        return [] if task.verify is None else [verifier_of(task, timeout_s=reward.timeout_s)]
+        return [verifier_of(task, timeout_s=reward.timeout_s)] if task.has_verifier else []
     used = [function for function in reward.functions if not function.is_judge]
     return [FunctionReward(of.use, weight=of.weight, timeout_s=reward.timeout_s) for of in used]
 
 
 def has_environment(config: Config, task: Task) -> bool:
-    return bool(config.environment.name or config.environment.tools or task.respond or task.environment)
+    return bool(config.environment.name or config.environment.tools or task.has_turns)
 
 
 def other_source(config: Config, task: Task) -> str:
@@ -284,7 +284,9 @@ def other_source(config: Config, task: Task) -> str:
 
 def lines_of(trial: ScoredTexts, *, name: str, seconds: float, rows: int) -> list[str]:
     """Return a line with the mean score of each kind of text, and a warning where some rows failed."""
-    means = [f"{kind} {format_number(mean(scores), missing='no score')}" for kind, scores in trial.scores.items()]
+    means = list[str]()
+    for kind, scores in trial.scores.items():
+        means.append(f"{words_of_kind(kind)} {format_number(mean(scores), missing='no score')}")
     lines = [f"{name}: {', '.join(means)}; {seconds * 1e3:.1f} ms for {rows} rows"]
     if not trial.known and not trial.failed and trial.other:
         lines = [f"{name} gives none: {trial.other}"]
@@ -311,7 +313,7 @@ class TextScorer:
         self.scored_rows = 0
         self.failed_rows = 0
         facts = [function.start() for function in functions]
-        wants_ids = any(IDS in [*(of["parameters"] or []), *of["required"]] for of in facts)
+        wants_ids = any(IDS in [*(of.parameters or []), *of.required] for of in facts)
         self.tokenizer = tokenizer_of(config) if wants_ids else None
 
     def __call__(self, where: Iterable[int], texts: list[str]) -> list[float]:
@@ -348,7 +350,7 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 
 def dresses(section: CheckSection, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
     """Score right answers in the forms in which chat models write one; return a line on those that score as much as the
-    gold answer does.
+    reference answer does.
     """
     right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
     tried = [(i, name, text) for i, value in right.items() for name, text in dressed(value).items()]
@@ -364,7 +366,7 @@ def dresses(section: CheckSection, scorer: TextScorer, task: Task, rows: list[Ro
     names = dict.fromkeys(name for _, name, _ in tried)
     section.facts["dresses"] = {name: name not in missed for name in names}
     scored = len(names) - len(missed)
-    line = f"gold in the forms of chat models: {scored} of {len(names)} score as gold does"
+    line = f"reference answer in the forms of chat models: {scored} of {len(names)} score as it does"
     shown = ", ".join(f"{name} ({one_line(text, SHOWN_FORM)!r})" for name, text in [*missed.items()][:SHOWN_FORMS])
     more = f" and {len(missed) - SHOWN_FORMS} more" if len(missed) > SHOWN_FORMS else ""
     return [f"{line}; not {shown}{more}" if missed else line]

@@ -33,3 +33,8 @@ class CheckSection:
             wrapped = [*wrapped[: MOST_LINES - 1], f"... {len(wrapped) - MOST_LINES + 1} more lines"]
         names = [self.name] + [""] * len(wrapped)
         return "\n".join(f"{name:{INDENT}}{line}" for name, line in zip(names, wrapped or ["-"], strict=False))
+
+
+def words_of_kind(kind: str) -> str:
+    """Return how lines name a kind of text that is tried; its key in --json is the kind itself."""
+    return "reference answer" if kind == "gold" else kind

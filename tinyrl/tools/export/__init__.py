@@ -222,7 +222,7 @@ def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str
         raise ValueError(f"{folder} is a link to {folder.readlink()}; give the folder itself: --output")
     there = {file.name for file in folder.iterdir()} if folder.exists() else set[str]()
     if there - {LOCK} and FACTS not in there:
-        raise ValueError(f"{folder} exists and is no exported folder (it has no {FACTS}); choose another --output")
+        raise ValueError(f"{folder} exists and is not an exported folder (it has no {FACTS}); choose another --output")
     return folder
 
 

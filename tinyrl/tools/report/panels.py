@@ -257,7 +257,10 @@ def group_runs(runs: list[RunRecords]) -> list[RunGroup]:
         raise ValueError(f"{len(settings)} runs are too many for one report: at most {MOST_RUNS} can be told apart.")
     groups = []
     for letter, (first, *others) in zip(ascii_uppercase, settings.values(), strict=False):
-        name = first.name + (f" and {len(others)} more seed{'s' * (len(others) > 1)}" if others else "")
+        name = first.name
+        if others:
+            seeds = "seed" if len(others) == 1 else "seeds"
+            name = f"{name} and {len(others)} more {seeds}"
         groups.append(RunGroup(letter, str(len(groups) + 1), name, _mean_run([first, *others]), [first, *others]))
     return groups
 

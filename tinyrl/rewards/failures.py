@@ -1,4 +1,4 @@
-"""Scores of a batch: what happens when too many rows have none."""
+"""Rows without a reward: their reasons, and when there are too many of them to go on."""
 
 import re
 from collections import Counter

@@ -14,7 +14,7 @@ from tinyrl.config.schema import Config
 from tinyrl.process.launched import Options
 from tinyrl.tools.check import check
 from tinyrl.tools.export import export
-from tinyrl.training.saves import check_saves
+from tinyrl.training.saver import check_saves
 
 TURN_END = "<|im_end|>"
 WORDS = ("<|im_start|>", TURN_END, "user", "assistant", *"abcdefgh")
