@@ -80,6 +80,10 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
     assert last.usage == whole.usage
 
 
+IMAGE = {"path": "/etc/passwd", "sha256": "0" * 64, "size": [4, 2]}
+WITH_IMAGE = {"role": "user", "content": "\ufffc", "images": [IMAGE]}  # as rows that were read have it
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.OpenAI, live: LiveScheduler) -> None:
     """Beside a forward pass of the base: softmax(logits / temperature), at temperature 0 the plain one."""
@@ -124,6 +128,7 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"response_format": {"type": "json_object"}}, {}, 400, "response_format"),
         ({"max_tokens": 1000}, {}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
+        ({"messages": [WITH_IMAGE]}, {}, 400, "images"),
         ({"chat_template_kwargs": {"thinking": True}}, {}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
         ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),

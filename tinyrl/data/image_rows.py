@@ -25,6 +25,7 @@ Row = dict[str, Any]
 
 IMAGE_COLUMNS = ("image", "images")
 CHATS = (("prompt", "completion"), ("messages",), ("conversations",))  # columns that are one conversation
+CHAT_COLUMNS = tuple(name for columns in CHATS for name in columns)
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
 IGNORED_KEYS = ("type", "detail")
@@ -64,11 +65,14 @@ def with_images(row: Row, files: ImageFiles) -> Row:
     """Return a row in the form above; the row itself where it has no images. Raises ValueError for an image that cannot
     be read, and where images and places are not equally many.
     """
+    may_hold = any(_may_hold(row[name]) for name in CHAT_COLUMNS if name in row)
+    if not may_hold and "image" not in row and "images" not in row:
+        return row
     values = {name: _listed(row[name]) for name in IMAGE_COLUMNS if name in row}
     given = [(name, value) for name, listed in values.items() for value in listed]
     if len({name for name, _ in given}) > 1:
         raise ValueError("both `image` and `images` hold something; leave one out")
-    if not given and not any(_may_hold(row.get(name)) for columns in CHATS for name in columns):
+    if not given and not may_hold:
         return row
     images = [_of_column(name, value, files) for name, value in given]
     changed = Row()
@@ -155,13 +159,13 @@ def _may_hold(value: Any) -> bool:
     """Return whether a column may have messages with images of their own, as most rows have not."""
     if isinstance(value, str):
         return value.lstrip().startswith("[") and "image" in value
-    messages = _of_array(value)
+    messages = value if isinstance(value, list) else _of_array(value)
     if not isinstance(messages, list | tuple):
         return False
-    return any(
-        isinstance(message, dict) and (isinstance(message.get("content"), list | tuple) or message.get("images"))
-        for message in messages
-    )
+    for message in messages:
+        if isinstance(message, dict) and (message.get("images") or isinstance(message.get("content"), list | tuple)):
+            return True
+    return False
 
 
 def _placed_chat(columns: Row, places: Places) -> Row:

@@ -42,7 +42,7 @@ Chat = Literal["auto"] | bool  # task.chat
 BATCH = 1024  # prompts that are rendered and tokenised in one call
 SHOWN = 200  # characters of a long prompt that are kept
 LEAST_CHARACTERS = 100_000  # of a text that is not tokenised: some tokenizers drop or merge characters
-READ_HERE = {"role", "content", "tool_call_id", "id", *MARKS}  # keys of messages that are read without a template
+READ_HERE = {"role", "content", "images", "tool_call_id", "id", *MARKS}  # keys of messages that no template reads
 ASKED = "usersaid"
 ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
 
