@@ -15,7 +15,7 @@ from PIL.Image import new as new_image
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tinyrl.data import image_files, images
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import Image, before_image, image_ids, key_of_id, opened, place_of_id, without_paths
+from tinyrl.data.images import Image, image_ids, key_of_id, opened, place_of_id, without_paths
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -198,8 +198,3 @@ def test_ids_of_an_image_name_it_and_their_place() -> None:
     first, second = image_ids(5, 2), image_ids(6, 2)
     assert [key_of_id(token) for token in first + second] == [5, 5, 6, 6]
     assert [place_of_id(token) for token in first + second] == [0, 1, 0, 1]
-
-
-def test_a_prefix_does_not_end_inside_an_image() -> None:
-    tokens = [1, 2, *image_ids(5, 3), *image_ids(6, 2), 3]
-    assert [before_image(tokens, count) for count in range(9)] == [0, 1, 2, 2, 2, 5, 5, 7, 8]

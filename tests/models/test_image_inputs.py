@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from tests.tiny_vision import FAMILIES, tiny_vision
-from tinyrl.data.images import Image, ImageFiles, image_ids, without_images
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import Image, image_ids, without_images
 from tinyrl.generation.library_decoder import LibraryDecoder
 from tinyrl.models.batch import Example, batch_of, by_axis, examples
 from tinyrl.models.checks import check_images, decodes_exactly, packs_images_exactly

@@ -20,7 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, orientation
 from tinyrl.runs.folders import write_atomic
-from tinyrl.text import first_line, is_address, mask_url, truncate
+from tinyrl.text import first_line, truncate
+from tinyrl.urls import is_address, mask_url
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

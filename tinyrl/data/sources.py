@@ -12,7 +12,7 @@ from typing import Any
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.image_rows import with_images
 from tinyrl.data.readers import Placed, Row, json_of, plain_row, reader_of
-from tinyrl.runs.counting import counted
+from tinyrl.process.counting import counted
 from tinyrl.text import did_you_mean, first_line, join_truncated, truncate
 
 CHAT_COLUMNS = ("prompt", "completion", "chosen", "rejected")  # text or messages; other columns are one of both
