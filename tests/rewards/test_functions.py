@@ -15,8 +15,8 @@ import pytest
 from tests.running import LookedAt
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
-from tinyrl.rewards.failures import describe_failures
 from tinyrl.rewards.functions import FunctionReward
+from tinyrl.training.failing_rewards import describe_failures
 from tinyrl.workers import calls, process
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults
