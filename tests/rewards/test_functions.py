@@ -16,9 +16,9 @@ from tests.running import LookedAt
 from tinyrl.data.images import IMAGE_MARK
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
-from tinyrl.rewards.failures import describe_failures
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.tasks.prompts import row_columns
+from tinyrl.training.failing_rewards import describe_failures
 from tinyrl.workers import calls, process
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.values import RowResults

@@ -12,11 +12,11 @@ from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.process.errors import ExplainedByCheck, GuardStop
-from tinyrl.rewards.failures import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_task
 from tinyrl.tasks.prompts import NO_LIMIT, PreparedPrompt, prepare_prompts
+from tinyrl.training.failing_rewards import check_failure_streak, check_outcome, describe_failures
 
 REWARDS = """
     import time

@@ -280,7 +280,7 @@ def test_a_prompt_that_its_chats_do_not_begin_with_is_refused_by_its_line(model:
 def test_pairs_that_are_too_long_are_refused_or_left_out(model: Path, tmp_path: Path) -> None:
     """Whole pairs, and never one without a learnt token, whose mean would be 0 / 0."""
     long = {"prompt": "a longer", "chosen": "x" * POSITIONS, "rejected": "y"}
-    refused(model, tmp_path, [*SIX, long], f"model's {POSITIONS} positions")
+    refused(model, tmp_path, [*SIX, long], f"context length of {POSITIONS}")
     drop: dict[str, Any] = {"task": {"on_overlong_prompt": "drop"}}
     refused(model, tmp_path, SIX, "6 of 6 examples .* dpo.max_tokens=3", **drop, dpo={"max_tokens": 3})
     # "a longer prompt:" alone has 17 tokens

@@ -29,7 +29,6 @@ from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
-from tinyrl.rewards.failures import PROMPT_CHARS
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
@@ -44,6 +43,7 @@ from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
+PROMPT_CHARS = 80  # of a prompt, in the output of a reward
 SLOW_ROW_S = 1.0  # a row that takes longer is named in reward_output.log
 
 

@@ -30,7 +30,6 @@ from tinyrl.generation.sample import (
 from tinyrl.models.batch import Batch, Tokens
 from tinyrl.models.parallel import ALONE, World
 from tinyrl.process.signals import stop_held
-from tinyrl.rewards.failures import check_failure_streak, check_outcome, describe_failures
 from tinyrl.rollout.records import (
     TokenColumns,
     completion_text,
@@ -40,6 +39,7 @@ from tinyrl.rollout.records import (
     shown_samples,
     token_lines,
 )
+from tinyrl.training.failing_rewards import check_failure_streak, check_outcome, describe_failures
 from tinyrl.training.method import Method
 from tinyrl.training.policy_loss import (
     ROUNDING,

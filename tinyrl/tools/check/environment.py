@@ -18,7 +18,6 @@ from tinyrl.data.readers import Row
 from tinyrl.environments import Reply
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Replies, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
-from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task
@@ -27,6 +26,7 @@ from tinyrl.text import escape_control, one_line
 from tinyrl.tools.check.reward import has_environment, tokenizer_of
 from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
+from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
 
 EPISODES = 16
 SHOWN = 80

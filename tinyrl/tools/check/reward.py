@@ -22,7 +22,6 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
-from tinyrl.rewards.failures import MAX_FAILED_SHARE
 from tinyrl.rewards.functions import FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
 from tinyrl.runs.finding import Finding, found_by
@@ -31,6 +30,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import one_line
 from tinyrl.tools.check.section import CheckSection, words_of_kind
+from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
 from tinyrl.workers.values import RowResults
 
 if TYPE_CHECKING:
