@@ -138,6 +138,25 @@ def test_the_pieces_of_images_are_found_in_their_order() -> None:
     assert [(piece.key, piece.start, piece.stop) for piece in pieces_of(row)] == [(7, 0, 3), (9, 2, 4)]
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize(("max_pixels", "tiles"), [(2 * 32 * 32, 1), (64 * 64, 5), (LARGE, 17)])
+def test_a_processor_that_cuts_images_into_tiles_is_bounded_by_the_pixels_allowed(
+    max_pixels: int, tiles: int, tmp_path: Path
+) -> None:
+    vision = vision_of("smolvlm", tmp_path)
+    splitting = vision.processor.image_processor
+    splitting.do_image_splitting = True
+    splitting.size = {"longest_edge": 4 * 32}
+    expander = ImageExpander(
+        vision.processor,
+        vision.tokenizer,
+        placeholder=vision.model.config.image_token_id,
+        max_pixels=max_pixels,
+    )
+    image = picture(tmp_path, "large.png", (32, 32), 5)
+    assert expander.process(image).pixels["pixel_values"].shape[1] == tiles  # with the whole image, if it is cut
+
+
 # ---- numbers ----
 
 

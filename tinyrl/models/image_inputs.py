@@ -71,6 +71,7 @@ class ImageExpander:
         processed = self.processor(
             images=[picture],
             text=[self.mark],
+            **self._tiles(),
             return_text_replacement_offsets=True,
             return_tensors="pt",
             add_special_tokens=False,
@@ -82,6 +83,17 @@ class ImageExpander:
             count=token_ids(self.tokenizer, replacement).count(self.placeholder),
             pixels={name: value for name, value in processed.items() if name not in TEXT_INPUTS},
         )
+
+    def _tiles(self) -> dict[str, Any]:
+        """Return the option that bounds the pixels of a processor which scales every image up and cuts it into tiles
+        (SmolVLM, Idefics 3): the longer side in pixels, of whole tiles, at least one.
+        """
+        images = self.processor.image_processor
+        if not getattr(images, "do_image_splitting", False):
+            return {}
+        side = int(images.max_image_size["longest_edge"])
+        most = side * max(1, math.isqrt(self.max_pixels) // side)
+        return {"size": {"longest_edge": min(int(images.size["longest_edge"]), most)}}
 
     def expansion(self, image: Image) -> Processed:
         """Return what stands for an image, without its pixels."""
