@@ -18,6 +18,8 @@ from tests.models.building import lora, stir
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels
 from tests.tiny_vision import FAMILIES, tiny_vision
+from tinyrl.generation import engines
+from tinyrl.generation.engines import select_engine
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
@@ -230,3 +232,17 @@ def test_a_model_that_takes_no_features_is_refused_before_its_weights_are_read(t
     MllamaConfig(text_config=text, vision_config=vision).save_pretrained(tmp_path)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"MllamaForConditionalGeneration takes no features"):
         load_image_text_model(str(tmp_path), dtype=torch.float32)
+
+
+# ---- sampling ----
+
+
+def test_a_model_whose_images_the_decoder_misreads_is_not_sampled_without_them(
+    folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = policy_at(folders("smolvlm"))
+    engine, _ = select_engine(policy.config.generation, policy, policy.tokenizer, longest=40)
+    assert engine.name == "hf"
+    monkeypatch.setattr(engines, "decodes_exactly", lambda *_, **__: False)
+    with pytest.raises(ValueError, match="cannot be sampled from with images"):
+        select_engine(policy.config.generation, policy, policy.tokenizer, longest=40)

@@ -62,7 +62,8 @@ def select_engine(
     `fused`, `hf` and plain batches whose numbers are those of the model's own forward pass.
 
     longest: tokens of the longest sequence there can be; tried: of the longest on which numbers are compared. Raises
-    ValueError when the engine asked for by name, or each of them, cannot sample from this model correctly.
+    ValueError when the engine asked for by name, or each of them, cannot sample from this model correctly; a model that
+    reads images is sampled by `hf` alone.
     """
     if config.engine == "server":
         return ServerEngine(policy, tokenizer, config, longest=longest), f"generation.url={mask_url(str(config.url))}"
@@ -82,6 +83,8 @@ def select_engine(
     if library.engine is not None and library.agrees:
         library.engine.try_graphs()
         return library.engine, why
+    if policy.images is not None:  # which plain batches do not read
+        raise ValueError(f"{type(policy.causal).__name__} cannot be sampled from with images: {library.why}")
     plain = try_plain(policy, tried=tried)
     if plain.agrees is False or (plain.agrees is None and policy.dtype == torch.float32):
         raise ValueError(f"{type(policy.causal).__name__} cannot be sampled from: {plain.why}")
