@@ -26,6 +26,7 @@ from tinyrl.generation.sample import (
 )
 from tinyrl.models.batch import batch_of
 from tinyrl.rollout.records import TokenColumns, pieces, shown_samples, token_lines
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.policy_loss import Counts
 from tinyrl.training.ppo import adapted_kl_coef
 
@@ -136,13 +137,16 @@ def test_the_best_and_the_worst_of_each_prompt_come_first() -> None:
     assert shown_samples(many, group_size=1) == [*range(8)]
 
 
+X = PreparedPrompt(5, {}, "x", "x", [ord("x")], "")
+
+
 def line_of(rewards: torch.Tensor, *, played: Episode | None = None, **columns: torch.Tensor) -> dict[str, Any]:
     """The line of a response "ab", "?" read, "c": three tokens chosen, one only read, after a prompt "x"."""
     mask, logprobs = [True, True, False, True], [-0.12345, -1.0, 0.0, -2.0]
     sample = Sample([ord("x")], [*b"ab?c"], mask, logprobs, 5, reward=0.75, played=played)
     new = torch.tensor([[-0.1, -0.9, 0.0, -2.5]])
     given: dict[str, Any] = {"old": torch.tensor([logprobs]), "ref": None, "value": None, "teacher": None, **columns}
-    how: dict[str, Any] = {"tokenizer": Bytes(), "prompts": {5: "x"}, "group_size": 1}
+    how: dict[str, Any] = {"tokenizer": Bytes(), "prompts": {5: X}, "group_size": 1}
     (line,) = token_lines([sample], TokenColumns(reward=rewards, new=new, **given), **how)
     return line
 
