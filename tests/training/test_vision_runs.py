@@ -19,12 +19,16 @@ from tests import running
 from tests.images import image_file
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tests.training.rows import write_rows
+from tinyrl.evaluation.prepared import prepare_evaluation
+from tinyrl.evaluation.targets import Asked
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.processors import load_processor
 from tinyrl.models.towers import language_parameters
+from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tools.compare import evaluate_target
 from tinyrl.tools.export import export
 from tinyrl.workers.loading import use_of
 
@@ -122,6 +126,11 @@ def test_a_checkpoint_has_the_processor_as_it_was_loaded(folders: Any, runs: Any
 
 def test_config_yaml_says_that_the_model_was_loaded_with_its_tower(runs: Any) -> None:
     assert runs("smolvlm", False).read_config().model.with_images is True
+
+
+def test_a_model_that_is_compared_on_pictures_is_loaded_with_its_tower(folders: Any, runs: Any) -> None:
+    prepared = prepare_evaluation(str(runs("smolvlm", False).path), Asked(), vs=str(folders("smolvlm")))
+    assert evaluate_target(prepared, options=Options(device="cpu"))
 
 
 def test_rows_with_images_are_refused_where_the_tower_was_left_out_by_hand(folders: Any, tmp_path: Path) -> None:
