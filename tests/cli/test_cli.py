@@ -17,7 +17,7 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.process.errors import GuardStop, Interrupted, OutOfRoom
+from tinyrl.process.errors import GuardStop, OutOfRoom, Signalled
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.resolve import config_of
 
@@ -176,7 +176,12 @@ def test_debug_shows_where_it_came_from():
     [
         (GuardStop("rewards failed"), 3, "tinyrl: stopped: rewards failed\n"),
         (OutOfRoom("one sequence"), 4, "tinyrl: stopped: one sequence\n"),
-        (Interrupted("SIGTERM"), 75, "tinyrl: stopped: SIGTERM\n"),
+        (Signalled("SIGTERM"), 75, "tinyrl: stopped: SIGTERM\n"),
+        (
+            Signalled("SIGINT"),
+            130,
+            "tinyrl: stopped by Ctrl-C; no step was taken, and there is nothing to resume\n",
+        ),
         (OSError(28, "No space left on device", "runs/x"), 4, "tinyrl: runs/x: No space left on device\n"),
         (PermissionError(13, "Permission denied", "rows.jsonl"), 2, "tinyrl: rows.jsonl: Permission denied\n"),
         (ValueError("\n".join("abcdefgh")), 2, "tinyrl: a\nb\nc\nd\ne\nf\n"),

@@ -23,7 +23,7 @@ from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tools import export as exporting
 from tinyrl.tools.chat import ChatSession
-from tinyrl.tools.export import Bundle, Difference, check_repository, compared, export, push, sequences_of
+from tinyrl.tools.export import Bundle, Difference, check_repository, check_token, compared, export, push, sequences_of
 from tinyrl.training.model_card import licence_of, model_card
 
 PROMPTS = ["letters: b a c sorted:", "letters: z y sorted:"]
@@ -361,3 +361,15 @@ def test_a_hub_that_refuses_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_name_that_is_no_repository_is_refused(name: str):
     with pytest.raises(ValueError, match="USER/NAME"):
         check_repository(name)
+
+
+def test_without_a_token_an_upload_is_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match="hf auth login"):
+        check_token()
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    check_token()

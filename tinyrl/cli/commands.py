@@ -2,7 +2,7 @@
 
 Each command checks what needs no torch, then imports what it needs inside its function. Exit codes: 0 done, 2 wrong
 config or data (before training), 3 stopped by a guard, 4 out of memory or disk, or the run's folder lost, 75
-interrupted and resumable.
+interrupted and resumable, 130 ended by Ctrl-C with nothing to resume.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from tinyrl.process.launched import launched
 
 SEVERAL_PROCESSES = ("train", "eval")  # commands that processes can share
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None, help=tinyrl.__doc__)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=tinyrl.__doc__,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def main() -> None:

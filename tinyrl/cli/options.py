@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from tinyrl.cli.together import Rule, check_not_empty, check_together
-from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Stop, UnknownSettings, no_memory
+from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Signalled, Stop, UnknownSettings, no_memory
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
 from tinyrl.text import escape_control
@@ -36,6 +36,7 @@ SPINS = "30000"
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 MOST_LINES = 6
 NEGATIVE = re.compile(r"-[\d.]+")  # a number, and no option
+CTRL_C = 130  # exit code of a command that Ctrl-C ended with nothing to resume
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
@@ -241,6 +242,9 @@ def _report(error: Exception) -> int:
     if isinstance(error, Stop):
         code = error.exit_code
         text = f"stopped: {error}"
+        if isinstance(error, Signalled) and error.name == "SIGINT":  # a run that has begun saves, and ends otherwise
+            code = CTRL_C
+            text = "stopped by Ctrl-C; no step was taken, and there is nothing to resume"
     elif isinstance(error, OSError):
         code = 4 if error.errno in NO_ROOM else 2
         if error.strerror:

@@ -37,6 +37,7 @@ def export(
 
     if push is not None:
         exporting.check_repository(push)
+        exporting.check_token()
     announce_loading(run)
     how = {"merge": merge, "dtype": dtype, "output": output, "trust_remote_code": trust_remote_code}
     bundle = exporting.export(run, **how)

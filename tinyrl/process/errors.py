@@ -59,6 +59,14 @@ class Interrupted(Stop):
     exit_code = 75
 
 
+class Signalled(Interrupted):
+    """A signal of this name arrived."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class CodeChanged(Interrupted):
     """A user's file was edited after it was loaded, and it has to be loaded again."""
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
 
-from tinyrl.process.errors import Interrupted
+from tinyrl.process.errors import Signalled
 
 SIGNALS = tuple(one for one in signal.Signals if one.name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"))
 LOOK_EVERY_S = 1.0
@@ -50,9 +50,9 @@ class StopFlag:
             signal.signal(number, handler or signal.SIG_DFL)
 
     def check(self) -> None:
-        """Raise Interrupted, with the signal's name, when one has come."""
+        """Raise Signalled when a signal has come."""
         if self.by is not None:
-            raise Interrupted(self.by)
+            raise Signalled(self.by)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self.by is not None and number == signal.SIGINT

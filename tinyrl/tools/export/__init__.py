@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from httpx2 import HTTPError
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from peft import PeftModel
@@ -205,6 +205,12 @@ def check_repository(repository: str) -> None:
         is_whole = False
     if not is_whole:
         raise ValueError(f"--push {repository}: a repository of the hub is USER/NAME")
+
+
+def check_token() -> None:
+    """Raise ValueError where there is no token for the hub."""
+    if get_token() is None:
+        raise ValueError("--push: the hub needs a token; log in with `hf auth login`, or set HF_TOKEN")
 
 
 def _folder(target: str, run: RunDir, config: Config, *, merge: bool, dtype: str, output: str | None) -> Path:
