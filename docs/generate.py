@@ -24,6 +24,9 @@ TRL = """
 
 A `GRPOConfig`, and the same run here. Give its names as settings (`tinyrl train grpo num_generations=8 beta=0.04`), and
 the message ends with the line to copy. It says which names are not in that line, and which counts were divided.
+From Python the object itself is taken, with what TRL's trainer takes beside it: `tinyrl.from_trl(GRPOConfig(...),
+model=..., peft_config=..., reward_funcs=[f], train_dataset=rows).train()`. TRL's defaults of what decides the result
+hold, and without a `peft_config` the whole model trains; what cannot be taken is named, all at once.
 
 ```python
 GRPOConfig(

@@ -1,6 +1,6 @@
 """tinyrl: PPO, GRPO, DPO, SFT, reward models and distillation on one GPU, in one process, from one command.
 
-In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run` (tinyrl/api.py).
+In a script or a notebook: `tinyrl.train`, `tinyrl.evaluate`, `tinyrl.open_run`, `tinyrl.from_trl` (tinyrl/api.py).
 """
 
 from typing import Any
@@ -10,6 +10,7 @@ _MODULES = {  # of each name
     "train": "tinyrl.api",
     "evaluate": "tinyrl.api",
     "open_run": "tinyrl.api",
+    "from_trl": "tinyrl.api",
     "DropEpisode": "tinyrl.environments",
 }
 

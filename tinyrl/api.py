@@ -16,8 +16,9 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS
+from tinyrl.config.trl_config import settings_of
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.sources import row_with_images
 from tinyrl.evaluation.prepared import prepare_evaluation
@@ -265,6 +267,62 @@ def alone() -> Iterator[None]:
     finally:
         close_workers()  # of own tasks, which a refused run has loaded too; they are loaded anew next time
         _running.release()
+
+
+# ---- from TRL ----
+
+
+@dataclass(frozen=True)
+class TrlRun:
+    """A run as TRL's objects describe it. settings: of the command line; notes: what was counted, added or is not
+    needed. `train` begins it.
+    """
+
+    method: str
+    settings: dict[str, Any]
+    notes: list[str]
+    reward: Reward | list[Reward] | dict[Any, float] | None = None
+    rows: Rows | None = None
+    eval_rows: Rows | None = None
+
+    def train(self, settings: Settings | None = None, **options: Any) -> OpenedRun:
+        """Train it; settings: over those of TRL's objects; options: of `train`, such as output_dir."""
+        for note in self.notes:
+            print_note(f"from TRL: {note}")
+        given: dict[str, Any] = {"reward": self.reward, "rows": self.rows, "eval_rows": self.eval_rows}
+        return train(self.method, None, {**self.settings, **(settings or {})}, **given, **options)
+
+
+def from_trl(
+    args: object,
+    *,
+    model: str | None = None,
+    peft_config: object | None = None,
+    reward_funcs: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
+    leave_out: Sequence[str] = (),
+) -> TrlRun:
+    """Convert what TRL's trainers take into a run: `from_trl(GRPOConfig(...), model=..., reward_funcs=[f]).train()`.
+
+    args: a GRPOConfig, PPOConfig, SFTConfig, DPOConfig or RewardConfig; model: a folder or a hub name; peft_config:
+    PEFT's LoraConfig, without one the whole model trains, as in TRL; reward_funcs: functions, with the `reward_weights`
+    of args; datasets: of `datasets`, or whatever `rows` of `train` takes. leave_out: fields to ignore that cannot be
+    taken. Raises ValueError, which names all others that cannot be.
+    """
+    taken = settings_of(args, peft_config)
+    refused = [why for name, why in taken.refused.items() if name not in leave_out]
+    if refused:
+        raise ValueError("\n".join([*refused, "from_trl(leave_out=[...]) ignores the fields that it names"]))
+    settings = dict(taken.settings)
+    if model is not None:
+        settings["model.path"] = model
+    functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    weights = getattr(args, "reward_weights", None)
+    reward: Any = None
+    if reward_funcs is not None:
+        reward = dict(zip(functions, weights, strict=True)) if weights else [*functions]
+    return TrlRun(taken.method, settings, taken.notes, reward=reward, rows=train_dataset, eval_rows=eval_dataset)
 
 
 # ---- arguments as the command line has them ----

@@ -165,12 +165,7 @@ def lines_to_copy(copies: Mapping[str, Copy], given: ForeignNames, missing: Sequ
     words = " ".join(line for line in in_order if line in by_setting.values())
     if not words:
         return []
-    lines = list[str]()
-    divided = [f"{name} {copy.divided[0]} is {copy.divided[1]}" for name, copy in copies.items() if copy.divided]
-    if divided:
-        each = given.updates
-        lines.append(f"divided by {each}, as a step here has {each} of TRL's optimizer steps: {', '.join(divided)}")
-    lines += _of_trl(copies, given)
+    lines = remarks(copies, given)
     without = [f"{name} ({copy.without})" for name, copy in copies.items() if copy.without]
     if without:
         lines.append(f"not in the line: {', '.join(without)}")
@@ -179,6 +174,16 @@ def lines_to_copy(copies: Mapping[str, Copy], given: ForeignNames, missing: Sequ
         example = ": without them the built-in example is trained" if METHODS[str(given.method)].recipe else ""
         lines.append(f"add {and_list(to_add)}{example}")
     return [*lines, f"to copy: {words}"]
+
+
+def remarks(copies: Mapping[str, Copy], given: ForeignNames) -> list[str]:
+    """Return what was divided and counted for the line to copy."""
+    divided = [f"{name} {copy.divided[0]} is {copy.divided[1]}" for name, copy in copies.items() if copy.divided]
+    lines = list[str]()
+    if divided:
+        each = given.updates
+        lines.append(f"divided by {each}, as a step here has {each} of TRL's optimizer steps: {', '.join(divided)}")
+    return [*lines, *_of_trl(copies, given)]
 
 
 def _of_trl(copies: Mapping[str, Copy], given: ForeignNames) -> list[str]:

@@ -1,0 +1,144 @@
+"""TRL's objects as a run. TRL is not installed here: its configuration is written down as TRL 1.16 has it, field by
+field with the defaults of that version; `test_trls_own_object` reads the real one where it is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+import tinyrl
+from tinyrl.config.trl_config import settings_of
+
+
+@dataclass
+class GRPOConfig:
+    """The fields of TRL 1.16's GRPOConfig that are read here, with its defaults."""
+
+    output_dir: str | None = "trainer_output"
+    bf16: bool | None = False
+    learning_rate: float = 1e-6
+    lr_scheduler_type: str = "linear"
+    warmup_steps: float = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 3.0
+    max_steps: int = -1
+    num_generations: int = 8
+    num_iterations: int = 1
+    max_completion_length: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    beta: float = 0.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    loss_type: str = "dapo"
+    scale_rewards: str = "group"
+    reward_weights: list[float] | None = None
+    report_to: Any = field(default_factory=list)
+    use_vllm: bool = False
+    logging_steps: float = 10
+
+
+@dataclass
+class SFTConfig:
+    learning_rate: float = 2e-5
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    per_device_train_batch_size: int = 8
+    loss_type: str = "nll"
+
+
+def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def test_what_decides_a_run_has_trls_defaults() -> None:
+    settings = settings_of(GRPOConfig(), None).settings
+    assert settings["optim.learning_rate"] == 1e-6
+    assert settings["optim.schedule"] == "linear"
+    assert (settings["grpo.num_prompts"], settings["grpo.group_size"]) == (1, 8)
+    assert (settings["grpo.clip_eps"], settings["grpo.clip_eps_high"]) == (0.2, 0.2)
+    assert settings["grpo.kl_coef"] == 0.0
+    assert settings["run.epochs"] == 3
+    assert settings["lora.enabled"] is False  # TRL trains the whole model without a peft_config
+
+
+def test_given_fields_are_the_settings_of_the_line_to_copy() -> None:
+    given = GRPOConfig(
+        max_steps=100,
+        num_generations=4,
+        gradient_accumulation_steps=2,
+        beta=0.04,
+        loss_type="dr_grpo",
+        report_to=["wandb"],
+    )
+    settings = settings_of(given, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])).settings
+    assert settings["run.num_steps"] == 100
+    assert "run.epochs" not in settings
+    assert (settings["grpo.num_prompts"], settings["grpo.group_size"]) == (4, 4)
+    assert (settings["grpo.kl_coef"], settings["grpo.kl_unbiased"]) == (0.04, True)
+    assert settings["grpo.aggregation"] == "constant"
+    assert settings["run.trackers"] == ["wandb"]
+    assert (settings["lora.r"], settings["lora.alpha"]) == (4, 8)
+    assert settings["lora.target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_all_that_cannot_be_taken_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"use_dora[^\n]*\n.*top_p"):
+        tinyrl.from_trl(GRPOConfig(top_p=0.9), peft_config=LoraConfig(use_dora=True))
+    plan = tinyrl.from_trl(
+        GRPOConfig(top_p=0.9), peft_config=LoraConfig(use_dora=True), leave_out=["top_p", "use_dora"]
+    )
+    assert "generation.top_p" not in plan.settings
+
+
+def test_a_default_of_trls_that_the_method_does_not_have_is_not_refused() -> None:
+    taken = settings_of(SFTConfig(max_steps=5), None)
+    assert taken.refused == {}
+    assert taken.settings["run.num_steps"] == 5
+
+
+def test_an_object_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="GRPOConfig"):
+        tinyrl.from_trl(object())
+
+
+def test_the_run_is_trained_with_weighted_rewards(tmp_path: Path) -> None:
+    def shorter(completions: list[Any], **columns: Any) -> list[float]:
+        return [-float(len(completion)) for completion in completions]
+
+    given = GRPOConfig(
+        reward_weights=[1.0, 0.5],
+        max_steps=1,
+        num_generations=2,
+        per_device_train_batch_size=4,
+        max_completion_length=4,
+        use_vllm=True,
+    )
+    plan = tinyrl.from_trl(
+        given,
+        model="starter",
+        peft_config=LoraConfig(r=2),
+        reward_funcs=[reward, shorter],
+        train_dataset=[{"prompt": f"sort: b a {i}"} for i in range(12)],
+    )
+    assert any("use_vllm" in note for note in plan.notes)
+    run = plan.train({"run.eval_prompts": 0}, output_dir=tmp_path)
+    config = run.config
+    assert run.exit_code == 0
+    assert [each.weight for each in config.reward.functions] == [1.0, 0.5]
+    assert (config.grpo.num_prompts, config.grpo.group_size, config.lora.r) == (2, 2, 2)
+
+
+def test_trls_own_object() -> None:
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
+    settings = settings_of(trl.GRPOConfig(bf16=False, max_steps=7, beta=0.1), None).settings
+    assert settings["run.num_steps"] == 7
+    assert settings["grpo.kl_coef"] == 0.1
