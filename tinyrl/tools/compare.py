@@ -35,7 +35,7 @@ from tinyrl.process.launched import Options
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, resolve_threads
-from tinyrl.rollout.prepared import PreparedRun
+from tinyrl.rollout.prepared import PreparedRun, with_tower
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.training.load import load_row_method
@@ -222,7 +222,7 @@ def _other(side: Side, ours: LoadedSide, sampled: PreparedRun, *, options: Optio
             teacher = replace(sampled, config=teacher_of(config))
             return LoadedSide(load_collector(teacher, options=options, judge=judge), "policy", side.path)
         case Target():
-            theirs = replace(sampled, config=judged_by(config, side.config))
+            theirs = replace(sampled, config=with_tower(judged_by(config, side.config), sampled.rows))
             return _load(side, theirs, options=options, judge=judge, seed=config.run.seed)  # our uniforms
 
 
@@ -276,7 +276,7 @@ def _measure_other(run: PreparedRun, side: Side, *, options: Options) -> Trainer
     """Measure another side on the rows of the first."""
     config = run.config
     if isinstance(side, Target):
-        theirs = replace(run, config=measured_by(config, side.measured or side.config))
+        theirs = replace(run, config=with_tower(measured_by(config, side.measured or side.config), run.rows))
         return _measure(theirs, side.checkpoint, options=options)
     if side is OwnSide.BASE:
         run = replace(run, config=base_of(config))
