@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
@@ -18,7 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from tests import running
 from tests.images import image_file
 from tests.tiny_vision import FAMILIES, tiny_vision
-from tests.training.rows import write_rows
+from tests.training.rows import loaded, write_rows
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
@@ -143,6 +144,13 @@ def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path
     config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"quantization": "4bit"})
     with pytest.raises(ValueError, match=r"model\.quantization=4bit"):
         prepare(config)
+
+
+def test_a_model_without_a_processor_is_refused_before_its_weights_are_read(folders: Any, tmp_path: Path) -> None:
+    kept = shutil.ignore_patterns("pre*", "processor_config.json", "*.safetensors")
+    bare = shutil.copytree(folders("smolvlm"), tmp_path / "bare", ignore=kept)
+    with pytest.raises(ValueError, match=r"has no preprocessor_config\.json"):
+        loaded(settings(bare, tmp_path, num_steps=1))
 
 
 # Reads a picture as any program would: by the class that config.json names, and by the processor in the same folder.

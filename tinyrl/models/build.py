@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
@@ -77,6 +77,8 @@ def build_policy(
     with_images = bool(config.model.with_images)
     if teacher and config.learns_from_teacher:
         _check_top_k(config, trust_remote_code)
+    # Before the weights, so that a model without one is refused at once.
+    processor = _load_processor(config, tokenizer) if with_images else None
     model: Any = load_base(config, config.model.path, dtype=dtype, trust_remote_code=trust_remote_code)
     if config.model.adapter is not None:
         dropout = config.lora.dropout
@@ -85,8 +87,8 @@ def build_policy(
         adapter = _fresh_adapter(config, dropout=config.lora.dropout)
         model = wrap_in_lora(model, on_language_model(adapter, model) if with_images else adapter)
     policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
-    if with_images:
-        policy.images = image_inputs(policy, config)
+    if processor is not None:
+        policy.images = image_inputs(policy, config, processor)
     if config.model.adapter is not None and config.has_reference:
         policy.freeze_reference_adapter()
     if config.uses("critic"):
@@ -98,12 +100,17 @@ def build_policy(
     return policy
 
 
-def image_inputs(policy: Policy, config: Config) -> ImageInputs:
-    """Load what turns the images of prompts into inputs of the policy. Raises ValueError without a processor."""
+def _load_processor(config: Config, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Load the processor of the policy's base. Raises ValueError where there is none."""
+    return load_processor(config.model.path, tokenizer=tokenizer, revision=config.model.revision)
+
+
+def image_inputs(policy: Policy, config: Config, processor: ProcessorMixin) -> ImageInputs:
+    """Return what turns the images of prompts into inputs of the policy."""
     tokenizer = policy.tokenizer
     assert isinstance(tokenizer.eos_token_id, int)
     expander = ImageExpander(
-        load_processor(config.model.path, tokenizer=tokenizer, revision=config.model.revision),
+        processor,
         tokenizer,
         placeholder=policy.causal.config.image_token_id,
         max_pixels=config.task.max_pixels,

@@ -19,9 +19,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinyrl.data.image_rows import with_parts
+from tinyrl.data.images import is_image_id
 from tinyrl.models.reading import is_panic, reading
 from tinyrl.text import did_you_mean, truncate
 
@@ -191,10 +193,17 @@ def undisguised(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def readable(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> str:
-    """Decode tokens for display; as pieces where decoding would hide a space."""
-    if reads_parts_alike(tokenizer):
-        return str(tokenizer.decode(tokens))
-    return " ".join(map(str, tokenizer.convert_ids_to_tokens(tokens)))
+    """Decode tokens for display; as pieces where decoding would hide a space. The places of an image are one piece."""
+    shown = list[str]()
+    for is_image, run in groupby(tokens, key=is_image_id):
+        part = [*run]
+        if is_image:
+            shown.append(f"[image, {len(part)} tokens]")
+        elif reads_parts_alike(tokenizer):
+            shown.append(str(tokenizer.decode(part)))
+        else:
+            shown.append(" ".join(map(str, tokenizer.convert_ids_to_tokens(part))))
+    return ("" if reads_parts_alike(tokenizer) else " ").join(shown)
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

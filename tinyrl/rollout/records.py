@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tinyrl.data.images import images_of
+from tinyrl.data.images import images_of, is_image_id
 from tinyrl.generation.sample import Sample, num_episodes
 from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.text import excerpt
@@ -182,6 +182,7 @@ def token_lines(
     by_name: dict[str, Tensor | None] = {**vars(columns)}
     for row, sample in enumerate(samples):
         tokens = sample.response
+        before = [token for token in sample.prompt[-1:] if not is_image_id(token)]
         numbers = {name: None if x is None else x[row].tolist() for name, x in by_name.items()}
         yield {
             "kind": "train",
@@ -190,7 +191,7 @@ def token_lines(
             "tokens": [
                 {"piece": piece, "chosen": sample.mask[t]}
                 | {name: round(column[t], 3) if column and sample.mask[t] else None for name, column in numbers.items()}
-                for t, piece in enumerate(pieces(tokenizer, tokens, before=sample.prompt[-1:]))
+                for t, piece in enumerate(pieces(tokenizer, tokens, before=before))
             ],
         }
 

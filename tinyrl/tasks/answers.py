@@ -30,6 +30,7 @@ from tinyrl.tasks.prompts import (
     Chat,
     PreparedPrompt,
     Rendered,
+    TokenisesImages,
     asked_messages,
     check_written,
     in_chat,
@@ -42,8 +43,6 @@ from tinyrl.text import first_line, truncate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from tinyrl.models.image_inputs import ImageExpander
 
 REPLACEMENT = "\ufffd"  # which decoding writes for part of a character
 
@@ -204,7 +203,7 @@ def render_answer(
     system_prompt: str | None,
     variables: dict[str, Any],
     tools: list[Any] | None = None,
-    images: ImageExpander | None = None,
+    images: TokenisesImages | None = None,
 ) -> tuple[list[int], list[int]]:
     """Return (prompt tokens, target tokens): the prompt of the turn, and the turn to learn.
 

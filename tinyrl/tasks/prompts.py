@@ -6,11 +6,11 @@ Torch is never imported: the caller hands the tokenizer over.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
 from tinyrl.data.image_rows import images_of
@@ -36,7 +36,7 @@ from tinyrl.text import truncate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from tinyrl.models.image_inputs import ImageExpander
+    from tinyrl.data.images import Image
 
 Chat = Literal["auto"] | bool  # task.chat
 BATCH = 1024  # prompts that are rendered and tokenised in one call
@@ -45,6 +45,12 @@ LEAST_CHARACTERS = 100_000  # of a text that is not tokenised: some tokenizers d
 READ_HERE = {"role", "content", "images", "tool_call_id", "id", *MARKS}  # keys of messages that no template reads
 ASKED = "usersaid"
 ANSWER = "policysaid"  # contents that are rendered to see what the template writes around them
+
+
+class TokenisesImages(Protocol):
+    """Tokenises prompts that the chat template has rendered, each with its images (models/image_inputs.py)."""
+
+    def tokenised(self, texts: Sequence[str], images: Sequence[Sequence[Image]]) -> list[list[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def prepare_prompts(
     on_overlong_prompt: Literal["error", "drop"],
     limit: PromptLimit,
     openings: list[str | None] | None = None,
-    images: ImageExpander | None = None,
+    images: TokenisesImages | None = None,
 ) -> list[PreparedPrompt]:
     """Render every row, with the environment's opening (if any) at the end of its text or of the last message that is
     asked. Prompts over the limit are refused, naming the first, or dropped if asked for. images: of a model that reads
@@ -245,7 +251,7 @@ def render_prompt(
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
     tools: list[Any] | None = None,
-    images: ImageExpander | None = None,
+    images: TokenisesImages | None = None,
 ) -> Rendered:
     """Render and tokenise a prompt, ready for the model to continue.
 
@@ -268,7 +274,7 @@ def render_prompts(
     system_prompt: str | None = None,
     variables: dict[str, Any] | None = None,
     tools: list[Any] | None = None,
-    images: ImageExpander | None = None,
+    images: TokenisesImages | None = None,
 ) -> list[Rendered]:
     """Render and tokenise prompts as `render_prompt` does, in few calls of the template and the tokenizer."""
     prompts = [prompt_of(prompt) for prompt in prompts]
@@ -299,7 +305,7 @@ def _rendered_by_template(
     variables: dict[str, Any],
     *,
     tools: list[Any] | None,
-    images: ImageExpander | None,
+    images: TokenisesImages | None,
 ) -> list[Rendered]:
     """Render conversations through the chat template, as prompts to continue, and tokenise them."""
     continued = [messages[-1]["role"] == "assistant" for messages in conversations]
@@ -322,7 +328,7 @@ def _rendered_by_template(
 
 
 def prompt_ids(
-    tokenizer: Tokenizer, texts: list[str], conversations: list[list[Message]], images: ImageExpander | None
+    tokenizer: Tokenizer, texts: list[str], conversations: list[list[Message]], images: TokenisesImages | None
 ) -> list[list[int]]:
     """Tokenise renderings of conversations by the chat template, with the ids of their images. Raises ValueError for
     images that nothing reads (`images` is None).

@@ -14,12 +14,13 @@ from typing import Any
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.formats import Examples, RowKind, TextExample, beginning
+from tinyrl.data.images import Image, is_image_id
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import goes_on, joined
 from tinyrl.models.folder_tokenizer import TOKENIZER_FILE, FolderTokenizer
 from tinyrl.models.reading import reading_tokenizer, resolve_model_path, tokenizer_folder
-from tinyrl.models.tokens import template_text, token_ids, undisguised
+from tinyrl.models.tokens import template_text, token_ids, token_ids_of, undisguised
 from tinyrl.models.trial import try_folder
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import NO_LIMIT, asked_messages, in_chat, prepare_prompts, render_prompt
@@ -38,8 +39,18 @@ class FirstRow:
 
 def lines_of(tokenizer: Any, text: str, tokens: list[int]) -> list[str]:
     """Show a text, and its last tokens one by one."""
-    pieces = [str(tokenizer.decode([token])) for token in tokens[-LAST:]]
+    pieces = ["[image]" if is_image_id(token) else str(tokenizer.decode([token])) for token in tokens[-LAST:]]
     return [f"as the model reads it: {text!r}", f"its last tokens: {pieces}"]
+
+
+class ImagesAsMarks:
+    """Tokenises prompts as the template has written them: without a processor, an image is its mark alone."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def tokenised(self, texts: Sequence[str], images: Sequence[Sequence[Image]]) -> list[list[int]]:
+        return token_ids_of(self.tokenizer, [*texts])
 
 
 def read_first_row(config: Config, task: Task, kind: RowKind, row: Row) -> FirstRow:
@@ -53,7 +64,10 @@ def read_first_row(config: Config, task: Task, kind: RowKind, row: Row) -> First
     if tokenizer is None:
         return FirstRow([f"its tokens are not counted: there is no {TOKENIZER_FILE}, which a start makes"])
     text, tokens = _rendered(tokenizer, config, task, kind, row)
-    return FirstRow([*lines_of(tokenizer, text, tokens), f"it has {len(tokens):,} tokens"], len(tokens))
+    lines = lines_of(tokenizer, text, tokens)
+    if row.get("images"):
+        return FirstRow([*lines, "the tokens of images are not counted: that takes the model's processor (no --quick)"])
+    return FirstRow([*lines, f"it has {len(tokens):,} tokens"], len(tokens))
 
 
 def _tokenizer(config: Config, folder: Path, resolved: str) -> FolderTokenizer | None:
@@ -83,6 +97,7 @@ def _rendered(tokenizer: Any, config: Config, task: Task, kind: RowKind, row: Ro
             variables=section.chat_template_kwargs,
             on_overlong_prompt="error",
             limit=NO_LIMIT,
+            images=ImagesAsMarks(tokenizer),
         )
         return prompt.text, prompt.tokens
     try:
@@ -108,7 +123,8 @@ def _example(tokenizer: Any, config: Config, kind: Examples, row: Row) -> tuple[
         text = "\n".join(texts)
         return text, token_ids(tokenizer, text)
     if isinstance(answer, str):
-        rendered = render_prompt(tokenizer, prompt, chat=section.chat, system_prompt=section.system_prompt, **how)
+        how |= {"chat": section.chat, "system_prompt": section.system_prompt}
+        rendered = render_prompt(tokenizer, prompt, images=ImagesAsMarks(tokenizer), **how)
         return rendered.text, rendered.tokens
     before: Sequence[Any] = asked_messages(prompt, section.system_prompt)
     messages = joined([*before], answer) if goes_on(prompt, answer) else [*before, *answer]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     """Return what the first row becomes: the prompt as text and tokens, or an example's parts that are learnt."""
     if isinstance(method, RowMethod):
-        return method.shown(method.train_rows[0])
+        return [*method.shown(method.train_rows[0]), *_image_lines(method.policy)]
     collector = method.collector
     tokenizer = method.policy.tokenizer
     first = collector.train_prompts[0]
@@ -68,12 +68,23 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     lines = [
         *lines_of(tokenizer, first.text, first.tokens),
         f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}",
+        *_image_lines(method.policy),
     ]
     if isinstance(runner := collector.runner, EpisodeRunner):
         observation = runner.observations(["reply"], ended_at=runner.observations.end)
         text = str(tokenizer.decode(observation.tokens))
         lines.append(f"a reply of the environment as the model reads it, which is not learnt: {text!r}")
     return lines
+
+
+def _image_lines(policy: Policy) -> list[str]:
+    """Return a line with the tokens that images of the rows take."""
+    expander = policy.image_expander
+    if expander is None or not expander.images:
+        return []
+    counts = sorted(expander.expansion(image).count for image in expander.images.values())
+    middle = counts[len(counts) // 2]
+    return [f"{len(counts):,} images take {counts[0]:,} to {counts[-1]:,} tokens each, half of them at most {middle:,}"]
 
 
 def answers(collector: Collector, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> list[Answer]:
@@ -197,7 +208,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     """Compare rows by themselves with rows padded together, and the sampler's log-probabilities, from its cache, with a
     pass over the whole of its tokens. (Packing and the reference are tried whenever a model is loaded.)
     """
-    device = policy.device
+    where: Any = {"device": policy.device, "images": policy.images}
     checks = list[Check]()
     temperature = policy.config.generation.temperature if policy.config.samples else 1.0
     most = min(embedding_rows(policy.causal), len(policy.tokenizer))
@@ -206,8 +217,8 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
     responses = [ordinary_ids(most, n, start=100 * (i + 1)) for i, n in enumerate(room)]
 
     if policy.config.trains.policy:
-        rows = [batch_of(examples([p], [r]), device=device) for p, r in zip(prompts, responses, strict=True)]
-        padded = _logprobs(policy, [batch_of(examples(prompts, responses), device=device)], temperature)
+        rows = [batch_of(examples([p], [r]), **where) for p, r in zip(prompts, responses, strict=True)]
+        padded = _logprobs(policy, [batch_of(examples(prompts, responses), **where)], temperature)
         by_themselves = _logprobs(policy, rows, temperature)
         exact = partial(_logprobs, policy, rows, temperature, widened=True)
         checks.append(_compared("padded = unpadded", policy, padded, by_themselves, exact))
@@ -216,7 +227,7 @@ def _numbers(policy: Policy, engine: SamplingEngine | None) -> list[Check]:
         for i, prompt in enumerate(prompts):
             requests += engine.requests_for(prompt, 2, row=i, seed=0, step=0, limit=NEW_TOKENS)
         drawn = engine.sample(requests)
-        batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), device=device)
+        batch = batch_of(examples([s.prompt for s in drawn], [s.response for s in drawn]), **where)
         cached = pad_sequence([torch.tensor(sample.logprobs) for sample in drawn], batch_first=True)
         rescored = _logprobs(policy, [batch], temperature)
         exact = partial(_logprobs, policy, [batch], temperature, widened=True)

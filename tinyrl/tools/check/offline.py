@@ -17,6 +17,7 @@ from tinyrl.config.sections import starter_path
 from tinyrl.formatting import format_bytes
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import json_object
+from tinyrl.runs.resolve import has_vision_tower
 from tinyrl.tasks import load_task
 from tinyrl.tools.check.reward import has_environment
 from tinyrl.tools.check.section import CheckSection
@@ -242,6 +243,8 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
         f"a text longer than a micro-batch takes {format_bytes(long['stored'])} for 1,000 tokens while updating, and "
         f"{format_bytes(long['recomputed'])} with model.gradient_checkpointing=true"
     )
+    if has_vision_tower(config.model.path):
+        lines.append("rows with images take more: the model's vision tower, which is not counted here")
     lines.append(f"disk: checkpoints take about {format_bytes(needed)}; {format_bytes(free)} are free")
     facts = {"peak": peak, "room": room, "disk": needed, "parts": parts, "long texts": long}
     section = CheckSection("memory", lines, facts)
