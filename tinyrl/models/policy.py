@@ -140,7 +140,8 @@ class Policy:
             move_to_device(model, self.device).eval()
             backbone = self.backbone("critic")
             if not isinstance(model, PeftModel):
-                backbone.float()
+                trained = model.get_decoder() if self.config.model.with_images else backbone
+                trained.float()
             self.packs = self.packs and packs_exactly(backbone)
             parameters |= {n: p for n, p in backbone.named_parameters() if p.requires_grad}
         self.parameters["critic"] = parameters
