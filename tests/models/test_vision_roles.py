@@ -19,6 +19,7 @@ from tests.images import image_file
 from tests.models.building import stir
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import is_image_id
 from tinyrl.models.batch import Example
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
@@ -27,6 +28,7 @@ from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.policy import Policy, Role
 from tinyrl.models.towers import language_parameters, towers_of
 from tinyrl.runs.resolve import config_of
+from tinyrl.training.dpo import pair_logprobs
 
 FULL: dict[str, Any] = {"lora": {"enabled": False}}
 ORDER = sorted(FAMILIES, key=lambda family: family != "smolvlm")  # of which the first is fast
@@ -69,7 +71,7 @@ def tokens_of(policy: Policy, picture: Path) -> tuple[list[int], Any]:
     return prompt, given
 
 
-def plain_states(model: PreTrainedModel | PeftModel, adapter: str | None, given: Any) -> Tensor:
+def plain_states(model: PreTrainedModel | PeftModel | None, adapter: str | None, given: Any) -> Tensor:
     """Compute the states of a model, with an adapter merged into it, by plain transformers."""
     plain: Any = copy.deepcopy(model)
     if adapter is not None:
@@ -97,7 +99,6 @@ def test_values_behind_an_image_are_of_plain_transformers_states(
     stir(policy.parameters["critic"])
     prompt, given = tokens_of(policy, green)
     model = policy.adapters.peft if kind == "adapter" else policy.critic_model
-    assert model is not None
     assert policy.value_head is not None
     adapter = {"adapter": "critic"}.get(kind, None if sections else "default")
     states = plain_states(model, adapter, given)[len(prompt) - 1 : -1]
@@ -126,3 +127,45 @@ def test_the_tower_of_a_separate_critic_counts_once_in_memory(folders: Any) -> N
     policy = policy_at(folders("smolvlm"), critic={"kind": "separate"}, **FULL)
     language = sum(parameter.nbytes for parameter in language_parameters(policy.causal).values())
     assert bytes_by_role(policy)["critic"] < language + 1000
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_log_probabilities_of_both_answers_of_a_pair_are_plain_transformers(
+    folders: Any, green: Path, family: str, packed: bool
+) -> None:
+    policy = policy_at(folders(family), method="dpo")
+    stir(policy.parameters["policy"])
+    prompt, given = tokens_of(policy, green)
+    policy.try_images()
+    policy.packs = policy.packs and packed
+    batch = policy.batch_of([Example(prompt, (ANSWER, ANSWER[:2])), Example([8, 9], ([4], [6]))])
+    with torch.no_grad(), policy.acting("policy"):
+        found = pair_logprobs(policy, "policy", batch)
+    states = plain_states(policy.adapters.peft, "default", given)[len(prompt) - 1 : -1]
+    with torch.no_grad():
+        logprobs = policy.head("policy").logits(states).log_softmax(1)
+    of_tokens = logprobs[range(3), ANSWER]
+    torch.testing.assert_close(found[0], torch.stack([of_tokens.sum(), of_tokens[:2].sum()]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_a_score_behind_an_image_is_of_plain_transformers_last_state(folders: Any, green: Path, family: str) -> None:
+    policy = policy_at(folders(family), method="reward")
+    policy.train_score_head()
+    stir(policy.parameters["policy"])
+    prompt, given = tokens_of(policy, green)
+    found = computed(policy, "policy", policy.reward_scores, prompt, last_tokens=True)
+    assert policy.score_head is not None
+    with torch.no_grad():
+        expected = policy.score_head(plain_states(policy.adapters.peft, "default", given)[-1])
+    torch.testing.assert_close(found[0], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_policy_and_reference_are_compared_on_a_prompt_that_ends_in_an_image(folders: Any, green: Path) -> None:
+    policy = policy_at(folders("qwen2_5_vl"), method="dpo")
+    prompt, _ = tokens_of(policy, green)
+    last = max(place for place, token in enumerate(prompt) if is_image_id(token))
+    policy.check_reference([prompt[: last + 2]], temperature=1.0)

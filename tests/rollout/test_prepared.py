@@ -41,6 +41,7 @@ def test_check_reads_the_rows_of_a_task_once(tmp_path: Path) -> None:
 # ---- rows with images ----
 
 ASKED = {"prompt": "what?", "answer": "red"}
+SIDES = {"chosen": "red", "rejected": "blue"}
 PAIR = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]}
 
 
@@ -49,7 +50,7 @@ def prepared(
 ) -> PreparedRun:
     """Prepare a run on two rows with an image, of a model of which there is config.json alone."""
     image_file(folder / "red.png")
-    data = write_rows(folder / "rows.jsonl", [{**ASKED, **PAIR, "image": image}] * 2)
+    data = write_rows(folder / "rows.jsonl", [{**ASKED, **PAIR, **SIDES, "image": image}] * 2)
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
     task = {"data": str(data), "eval_data": str(data)}
@@ -60,7 +61,7 @@ SEES = {"model_type": "qwen2_5_vl", "vision_config": {}}
 REWARDS = {"functions": [{"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}]}
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft", "ppo"])
+@pytest.mark.parametrize("method", ["grpo", "sft", "ppo", "dpo", "reward"])
 def test_images_are_taken_with_a_model_that_has_a_tower(tmp_path: Path, method: str) -> None:
     assert prepared(tmp_path, {"method": method}, config=SEES).rows.has_images
 

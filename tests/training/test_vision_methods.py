@@ -17,13 +17,19 @@ from tinyrl.config.schema import Config
 from tinyrl.workers.loading import use_of
 
 FULL = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}
-PPO = {"num_prompts": 4, "minibatch_size": 4, "num_epochs": 1}
+PPO: dict[str, Any] = {"num_prompts": 4, "minibatch_size": 4, "num_epochs": 1}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "ppo-separate": ("ppo", {"ppo": PPO, "critic": {"kind": "separate"}}),
-    "ppo-separate-full": ("ppo", {"ppo": PPO, "critic": {"kind": "separate"}, **FULL}),
-    "ppo-adapter": ("ppo", {"ppo": PPO}),
-    "ppo-shared": ("ppo", {"ppo": PPO, "critic": {"kind": "shared"}}),
-    "ppo-shared-detached": ("ppo", {"ppo": PPO, "critic": {"kind": "shared-detached"}}),
+    "ppo-separate": ("ppo", {"critic": {"kind": "separate"}}),
+    "ppo-separate-full": ("ppo", {"critic": {"kind": "separate"}, **FULL}),
+    "ppo-adapter": ("ppo", {}),
+    "ppo-shared": ("ppo", {"critic": {"kind": "shared"}}),
+    "ppo-shared-detached": ("ppo", {"critic": {"kind": "shared-detached"}}),
+    "dpo": ("dpo", {"dpo": {"batch_size": 2}}),
+    "dpo-full": ("dpo", {"dpo": {"batch_size": 2}, **FULL}),
+    "dpo-kto": ("dpo", {"dpo": {"batch_size": 2, "loss": "kto"}}),
+    "dpo-orpo": ("dpo", {"dpo": {"batch_size": 2, "loss": "orpo"}}),
+    "reward": ("reward", {}),
+    "reward-labels": ("reward", {"task": {"columns": {"unused": "rejected", "completion": "chosen"}}}),
 }
 FAST = "smolvlm"
 ORDER = sorted(FAMILIES, key=lambda family: family != FAST)  # of which the first is fast
@@ -40,22 +46,27 @@ def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[
     return [float(len({*str(completion)})) for completion in completions]
 
 
-def settings(name: str, base: Path, rows: Path, *, num_steps: int, **sections: Any) -> Config:
+def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
     """The settings of a run of RUNS on six pictures of one colour each, which are written into a folder."""
     method, own = RUNS[name]
     lines = list[dict[str, Any]]()
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how green?"}]}]
     for number in range(6):
         image_file(rows / f"{number}.png", color=(30 * number, 200, 90), size=(32, 32))
-        prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "how green?"}]}]
-        lines.append({"prompt": prompt, "image": f"{number}.png", "answer": str(number)})
+        pair = {"chosen": str(number), "rejected": "none of it", "label": number % 2}
+        lines.append({"prompt": prompt, "image": f"{number}.png", "answer": str(number), **pair})
     data = str(write_rows(rows / "rows.jsonl", lines))
-    shared = {
-        "task": {"name": "rows", "data": data, "eval_data": data},
-        "generation": {"max_prompt_tokens": 256},
-        "reward": {"functions": [{"use": use_of(partial(letters))}]},
-        "run": {"num_steps": num_steps, "eval_every": 0},
+    sections: dict[str, Any] = {
+        "task": {"name": "rows", "data": data, "eval_data": data, **own.get("task", {})},
+        "run": {"num_steps": num_steps, "eval_every": 1},
     }
-    return running.config(method, base, **{**shared, **own, **sections})
+    if method == "ppo":
+        talk = [*prompt, {"role": "assistant", "content": "quite"}]
+        text = write_rows(rows / "text.jsonl", [{"messages": talk, "image": "0.png"}, {"text": "green"}])
+        sections["ppo"] = {**PPO, "ptx_data": str(text), "ptx_coef": 0.1}
+        sections["generation"] = {"max_prompt_tokens": 256}
+        sections["reward"] = {"functions": [{"use": use_of(partial(letters))}]}
+    return running.config(method, base, **{**own, **sections})
 
 
 @pytest.mark.wide

@@ -359,7 +359,8 @@ class Policy:
         if not self.has_reference:
             return
         shortened = [prompt if any(map(is_image_id, prompt)) else prompt[:32] for prompt in prompts[:4]]
-        batch = self.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
+        texts = [[token for token in prompt if not is_image_id(token)] for prompt in shortened]
+        batch = self.batch_of(examples(shortened, [text[-8:] for text in texts]))
         roles: list[Literal["policy", "reference"]] = ["policy", "reference"]
         logprobs = []
         for role in roles:
