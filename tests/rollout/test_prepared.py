@@ -41,6 +41,7 @@ def test_check_reads_the_rows_of_a_task_once(tmp_path: Path) -> None:
 # ---- rows with images ----
 
 ASKED = {"prompt": "what?", "answer": "red"}
+SIDES = {"chosen": "red", "rejected": "blue"}
 PAIR = {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "red"}]}
 
 
@@ -49,7 +50,7 @@ def prepared(
 ) -> PreparedRun:
     """Prepare a run on two rows with an image, of a model of which there is config.json alone."""
     image_file(folder / "red.png")
-    data = write_rows(folder / "rows.jsonl", [{**ASKED, **PAIR, "image": image}] * 2)
+    data = write_rows(folder / "rows.jsonl", [{**ASKED, **PAIR, **SIDES, "image": image}] * 2)
     (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text(json.dumps(config))
     task = {"data": str(data), "eval_data": str(data)}
@@ -60,7 +61,7 @@ SEES = {"model_type": "qwen2_5_vl", "vision_config": {}}
 REWARDS = {"functions": [{"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}]}
 
 
-@pytest.mark.parametrize("method", ["grpo", "sft"])
+@pytest.mark.parametrize("method", ["grpo", "sft", "ppo", "dpo", "reward"])
 def test_images_are_taken_with_a_model_that_has_a_tower(tmp_path: Path, method: str) -> None:
     assert prepared(tmp_path, {"method": method}, config=SEES).rows.has_images
 
@@ -73,7 +74,7 @@ def test_images_are_refused_with_a_model_that_has_no_tower(tmp_path: Path, metho
 
 
 @pytest.mark.parametrize(("sections", "setting"), [
-    ({"method": "ppo"}, "train ppo"), ({"method": "distill", "teacher": {"path": "starter"}}, "train distill"),
+    ({"method": "distill", "teacher": {"path": "starter"}}, "train distill"),
     ({"environment": {"agent": "agent.py:play"}}, r"environment\.agent"), ({"reward": REWARDS}, "judge"),
     ({"reward": {"model": "starter-reward"}}, r"reward\.model"),
     ({"teacher": {"path": "self", "hint": "{answer}", "kl_coef": 0.1}}, "teacher"),
@@ -88,6 +89,13 @@ def test_what_does_not_see_images_is_refused_before_a_model_is_loaded(
     with pytest.raises(ValueError, match=f"images, which .*{setting}"):
         prepared(tmp_path, sections, config=SEES)
     assert not prepared(tmp_path, sections, config=SEES, image=None).rows.has_images
+
+
+def test_a_separate_critic_on_another_base_is_refused_for_rows_with_images(tmp_path: Path) -> None:
+    critic = {"kind": "separate", "path": str(tmp_path / "model")}
+    with pytest.raises(ValueError, match=r"critic\.path=.* images"):
+        prepared(tmp_path, {"method": "ppo", "critic": critic}, config=SEES)
+    assert not prepared(tmp_path, {"method": "ppo", "critic": critic}, config=SEES, image=None).rows.has_images
 
 
 def test_an_evaluation_refuses_images_for_a_model_without_a_tower(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.images import BLUE, RED, image_cache, image_file, picture  # noqa: F4
 from tests.running import rows_for
 from tests.training.rows import write_rows
 from tinyrl.api import overrides_from
-from tinyrl.data.formats import shared_prompt, text_examples
+from tinyrl.data.formats import Texts, shared_prompt, text_examples
 from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
@@ -22,6 +22,7 @@ from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
 
 ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "red"}]
+OTHER = [*ASKED, {"role": "assistant", "content": "blue"}]
 
 
 def write(folder: Path, rows: list[Row]) -> Path:
@@ -48,12 +49,17 @@ def two_pictures(folder: Path) -> tuple[Row, Row]:
 
 @pytest.mark.parametrize(("method", "row"), [
     ("grpo", {"prompt": ASKED, "answer": "red"}), ("sft", {"messages": ANSWERED}),
-    ("sft", {"prompt": "what?", "completion": "red"}), ("sft", {"prompt": ASKED, "completion": ANSWERED[1:]}),
+    ("sft", {"prompt": "what?", "completion": "red"}), ("dpo", {"prompt": "what?", "chosen": "x", "rejected": "y"}),
+    ("dpo", {"prompt": ASKED, "chosen": ANSWERED[1:], "rejected": OTHER[1:]}),
+    ("dpo", {"chosen": ANSWERED, "rejected": OTHER}), ("reward", {"chosen": ANSWERED, "rejected": OTHER}),
+    ("dpo", {"prompt": ASKED, "chosen": "x", "rejected": "y"}), ("reward", {"messages": ANSWERED, "label": 1}),
+    ("sft", {"prompt": ASKED, "completion": ANSWERED[1:]}),
 ])  # fmt: skip
 def test_prompts_and_texts_take_images_in_prompts(tmp_path: Path, method: str, row: Row) -> None:
     found = read(write(tmp_path, [{**row, "image": "red.png"}]), method)
     assert found.has_images
-    prompt = found.kind.prompt(found.train[0]) if method == "grpo" else text_examples(found.train[0])[0].prompt
+    [first, *_] = found.train
+    prompt = text_examples(first)[0].prompt if method == "sft" else found.kind.prompt(first)
     assert [image.path for image in images_of(prompt)] == [str(tmp_path / "red.png")]
 
 
@@ -66,14 +72,17 @@ BOTH = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"ty
 
 
 @pytest.mark.parametrize(("method", "row", "named"), [
-    ("dpo", {**PAIR, "image": "red.png"}, "grpo` and `sft"), ("reward", {**PAIR, "image": "red.png"}, "grpo` and `sft"),
-    ("reward", {"prompt": "a", "completion": "x", "label": 1, "image": "red.png"}, "grpo` and `sft"),
+    ("dpo", {"chosen": BOTH, "rejected": [BOTH[0], {"role": "assistant", "content": "y"}]}, "answer has an image"),
+    ("reward", {"messages": BOTH, "label": 1}, "answer has an image"),
+    ("dpo", {"prompt": "a", "chosen": BOTH, "rejected": BOTH[:1]}, "chosen"),
+    ("dpo", {"chosen": "a x", "rejected": "a y", "image": "red.png"}, "shows none"),
     ("sft", {"messages": BOTH}, "answer to learn"), ("sft", {"prompt": "a", "completion": BOTH[1:]}, "answer to learn"),
     ("sft", {"prompt": ASKED, "image": "red.png", "completion": BOTH[1:]}, "answer to learn"),
     ("sft", {"text": "x", "image": "red.png"}, "none of them is before an answer"),
 ])  # fmt: skip
 def test_images_elsewhere_are_refused_by_row(tmp_path: Path, method: str, row: Row, named: str) -> None:
-    good = {"dpo": PAIR, "reward": {**PAIR, **row, "image": None}}.get(method, {"prompt": "a", "completion": "x"})
+    labelled = {"messages": [BOTH[0], {"role": "assistant", "content": "x"}], "label": 0}
+    good = {"dpo": PAIR, "reward": labelled}.get(method, {"prompt": "a", "completion": "x"})
     with pytest.raises(ValueError, match=rf"rows\.jsonl:2: .*{named}"):
         read(write(tmp_path, [good, row]), method)
 
@@ -84,10 +93,13 @@ def test_images_are_not_learnt_with_their_prompts(tmp_path: Path) -> None:
         read(data, "sft", sft={"loss_on": "all"})
 
 
-def test_text_beside_ppo_has_no_images(tmp_path: Path) -> None:
-    data = write(tmp_path, [{"messages": ANSWERED, "image": "red.png"}])
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: .*images"):
-        text_rows(config_of({"method": "ppo", "ppo": {"ptx_data": str(data), "ptx_coef": 1.0}}))
+def test_text_beside_ppo_has_images_before_an_answer_only(tmp_path: Path) -> None:
+    data = write(tmp_path, [{"messages": ANSWERED, "image": "red.png"}, {"messages": BOTH}])
+    config = config_of({"method": "ppo", "ppo": {"ptx_data": str(data), "ptx_coef": 1.0}})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*answer to learn"):
+        text_rows(config)
+    data.write_text(data.read_text().splitlines()[0])
+    assert RunRows(train=[], held_out=[], kind=Texts(), notes=[], text=text_rows(config)).has_images
 
 
 def test_a_task_that_shows_no_images_is_refused(tmp_path: Path) -> None:

@@ -75,10 +75,22 @@ def _needs_adapters(config: Config) -> Iterator[Refusal]:
 
 def _tower_conflicts(config: Config) -> Iterator[Refusal]:
     """Yield what a model with a vision tower cannot be used with."""
-    if config.method not in ("sft", "grpo"):
+    if config.method == "distill":
         yield Refusal(
             ("model.with_images", "method"),
-            f"method={config.method} takes no model with a vision tower, as rows with images need: sft and grpo do",
+            f"method={config.method} takes no model with a vision tower, as rows with images need",
+        )
+    if config.method == "reward" and not config.lora.enabled:
+        yield Refusal(
+            ("lora.enabled", "model.with_images"),
+            "lora.enabled=false makes a classification model of a reward model, which reads no images of rows: "
+            "lora.enabled=true",
+        )
+    if config.uses("critic") and config.critic.kind == "separate" and config.critic.path is not None:
+        yield Refusal(
+            ("critic.path", "model.with_images"),
+            f"critic.path={config.critic.path} has no part in the images of rows: a separate critic reads them on "
+            "model.path, which leaves critic.path out",
         )
     quantization = config.model.quantization
     if quantization is not None:

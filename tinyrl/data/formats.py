@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
-from tinyrl.data.images import IMAGE_MARK, images_of
+from tinyrl.data.images import IMAGE_MARK, images_of, without_paths
 from tinyrl.data.messages import (
     Message,
     Prompt,
@@ -237,13 +237,22 @@ class Examples(RowKind):
         return shuffled(rows) if self.is_shuffled else rows
 
     def check_images(self, row: Row) -> None:
-        """Raise ValueError for a row with images that are not shown to the model."""
-        refuse_images(row)
+        """Raise ValueError for a row with images elsewhere than in the prompt of its answers."""
+        if not row.get("images"):
+            return
+        first = self.first_example(row)
+        answers = [first.answer] if isinstance(first, TextExample) else first.answers
+        if any(images_of(answer) for answer in answers):
+            raise ValueError("an answer has an image, and a model writes text only")
+        if not images_of(first.prompt):
+            raise ValueError("the row has images, and its prompt shows none of them")
 
     def _checked(self, row: Row) -> str | None:
         refuse_media(row)
-        self.check_images(row)
-        return self.problem(row)
+        reason = self.problem(row)
+        if reason is None:
+            self.check_images(row)
+        return reason
 
     def unread(self, row: Row) -> list[str]:
         given = given_beside(row)
@@ -384,15 +393,6 @@ def refuse_media(row: Row) -> None:
                 f"the column '{name}' holds {row[name]!r:.60}, and only text and images are read "
                 f"(task.columns.unused={name} leaves the column out)"
             )
-
-
-def refuse_images(row: Row) -> None:
-    """Raise ValueError for a row with images, for what learns from text alone."""
-    if row.get("images"):
-        raise ValueError(
-            "the row has images, which are read by `tinyrl train grpo` and `sft` only "
-            "(task.columns.unused=images leaves their column out)"
-        )
 
 
 def _may_hold_more(column: Any) -> bool:
@@ -581,9 +581,12 @@ def _system_apart(messages: list[Message]) -> tuple[list[Message], list[Message]
     return messages[:count], messages[count:]
 
 
-def _texts(messages: list[Message]) -> list[tuple[str, str, Any]]:
+def _texts(messages: list[Message]) -> list[tuple[str, str, Any, Any]]:
     """Return messages in a normal form: equal for two ways to write the same conversation."""
-    return [(message["role"], message["content"].strip(), message.get("tool_calls")) for message in messages]
+    return [
+        (message["role"], message["content"].strip(), message.get("tool_calls"), without_paths(message.get("images")))
+        for message in messages
+    ]
 
 
 def _shared_text(chosen: str, rejected: str) -> int:

@@ -25,7 +25,8 @@ Row = dict[str, Any]
 
 IMAGE_COLUMNS = ("image", "images")
 CHATS = (("prompt", "completion"), ("messages",), ("conversations",))  # columns that are one conversation
-CHAT_COLUMNS = tuple(name for columns in CHATS for name in columns)
+PAIR = (("chosen",), ("rejected",))  # which are conversations where there is no `prompt`
+CHAT_COLUMNS = tuple(name for columns in (*CHATS, *PAIR) for name in columns)
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
 IGNORED_KEYS = ("type", "detail")
@@ -77,9 +78,11 @@ def with_images(row: Row, files: ImageFiles) -> Row:
     images = [_of_column(name, value, files) for name, value in given]
     changed = Row()
     shown: list[Image] = []
-    for columns in CHATS:
+    for columns in CHATS if _is_there(row, "prompt") else (*CHATS, *PAIR):
         places = Places(files=files, given=images)
-        parts = {name: _with_chat(row[name]) for name in columns if row.get(name) not in (None, "", [])}
+        parts = {name: _with_chat(row[name]) for name in columns if _is_there(row, name)}
+        if columns in PAIR and not isinstance(parts.get(columns[0]), list | tuple):  # texts have no places
+            continue
         if columns[0] in parts:
             changed |= _placed_chat(parts, places)
         shown = shown or places.found
@@ -87,6 +90,10 @@ def with_images(row: Row, files: ImageFiles) -> Row:
         return row
     others = {name: value for name, value in row.items() if name not in IMAGE_COLUMNS}
     return {**others, **changed, "images": [image.entry for image in shown or images]}
+
+
+def _is_there(row: Row, name: str) -> bool:
+    return row.get(name) not in (None, "", [])
 
 
 def placed_prompt(prompt: Any, row: Row, files: ImageFiles) -> Any:

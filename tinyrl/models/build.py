@@ -60,6 +60,7 @@ from tinyrl.models.reward_model import (
     load_reward_model,
 )
 from tinyrl.models.states import backbone_of
+from tinyrl.models.towers import share_towers
 from tinyrl.runs.resolve import critic_run
 from tinyrl.text import truncate
 
@@ -84,8 +85,7 @@ def build_policy(
         dropout = config.lora.dropout
         model = load_start_adapter(model, config.model.adapter, dropout=dropout, with_images=with_images)
     elif config.lora.enabled:
-        adapter = _fresh_adapter(config, dropout=config.lora.dropout)
-        model = wrap_in_lora(model, on_language_model(adapter, model) if with_images else adapter)
+        model = wrap_in_lora(model, _fresh_adapter(config, model, dropout=config.lora.dropout))
     policy = Policy(model, config=config, tokenizer=tokenizer, device=device)
     if processor is not None:
         policy.images = image_inputs(policy, config, processor)
@@ -132,16 +132,23 @@ def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_cod
     return load_causal_lm(path, quantization=config.model.quantization, **options)
 
 
-def _fresh_adapter(config: Config, *, dropout: float) -> LoraConfig:
+def _fresh_adapter(config: Config, base: PreTrainedModel, *, dropout: float) -> LoraConfig:
     lora = config.lora
-    return lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
+    adapter = lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
+    return on_language_model(adapter, base) if config.model.with_images else adapter
+
+
+def _read_adapter(config: Config, folder: Path, base: PreTrainedModel) -> LoraConfig:
+    """Read the shape of an adapter that is put on a base, of which a vision tower has none."""
+    adapter = read_lora_config(str(folder), base)
+    return on_language_model(adapter, base) if config.model.with_images else adapter
 
 
 def _add_frozen_adapter(policy: Policy, name: str, folder: Path, *, setting: str) -> None:
     """Put a frozen adapter on the policy's base. Raises ValueError where it does not fit."""
     if policy.adapters.peft is None:
         raise ValueError(f"{setting} is an adapter: it needs lora.enabled=true, on its own base")
-    config = read_lora_config(str(folder), policy.causal)
+    config = _read_adapter(policy.config, folder, policy.causal)
     with reading(f"{setting}: {ADAPTER_CONFIG} does not fit this base model"):
         policy.adapters.add(name, config=config)
     load_adapter_weights(policy.adapters.peft, name, folder / ADAPTER_FILE)
@@ -263,19 +270,23 @@ def _critic_adapter(config: Config, base: PreTrainedModel) -> LoraConfig:
     """Return the shape of the critic's adapter: that of the run it starts from, else a fresh one."""
     run = critic_run(config)
     if run is None or not run.lora.enabled or config.critic.kind not in ("adapter", "separate"):
-        return _fresh_adapter(config, dropout=0.0)
+        return _fresh_adapter(config, base, dropout=0.0)
     folder = Path(str(config.critic.path))
-    return read_lora_config(str(folder / "critic" if run.uses("critic") else folder), base)
+    return _read_adapter(config, folder / "critic" if run.uses("critic") else folder, base)
 
 
 def _add_separate_critic(policy: Policy, config: Config, model: PreTrainedModel) -> None:
-    """Put a zero value head on a model of its own, which trains whole or, with LoRA, by an adapter."""
+    """Put a zero value head on a model of its own, which trains whole or, with LoRA, by an adapter. One that reads
+    images has the policy's base (config/conflicts.py) and its tower, so that the features in a batch are its own.
+    """
     few_tokens(model, path=config.critic.path or config.model.path)
     model.requires_grad_(not config.lora.enabled)
+    if config.model.with_images:
+        share_towers(model, policy.causal)  # which is frozen
     if config.lora.enabled:
         policy.add_critic("separate", model=wrap_in_lora(model, _critic_adapter(config, model)))
     else:
-        policy.add_critic("separate", model=model.float())
+        policy.add_critic("separate", model=model)
 
 
 def _start_from_score_head(policy: Policy, model: Any) -> None:

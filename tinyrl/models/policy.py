@@ -140,7 +140,8 @@ class Policy:
             move_to_device(model, self.device).eval()
             backbone = self.backbone("critic")
             if not isinstance(model, PeftModel):
-                backbone.float()
+                trained = model.get_decoder() if self.config.model.with_images else backbone
+                trained.float()
             self.packs = self.packs and packs_exactly(backbone)
             parameters |= {n: p for n, p in backbone.named_parameters() if p.requires_grad}
         self.parameters["critic"] = parameters
@@ -358,7 +359,8 @@ class Policy:
         if not self.has_reference:
             return
         shortened = [prompt if any(map(is_image_id, prompt)) else prompt[:32] for prompt in prompts[:4]]
-        batch = self.batch_of(examples(shortened, [prompt[-8:] for prompt in shortened]))
+        texts = [[token for token in prompt if not is_image_id(token)] for prompt in shortened]
+        batch = self.batch_of(examples(shortened, [text[-8:] for text in texts]))
         roles: list[Literal["policy", "reference"]] = ["policy", "reference"]
         logprobs = []
         for role in roles:

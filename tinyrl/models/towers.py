@@ -49,6 +49,12 @@ def language_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in frozen}
 
 
+def share_towers(model: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Put the tower and the projector of `source` in the place of those of a model with the same base."""
+    for name in tower_names(model):
+        model.set_submodule(name, source.get_submodule(name))
+
+
 def check_takes_features(model: PreTrainedModel) -> None:
     """Raise ValueError for a model that has no tower, or whose backbone takes no features in place of pixels, as in
     earlier versions of transformers.

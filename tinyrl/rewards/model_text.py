@@ -11,20 +11,24 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.data.images import images_of, is_image_id
 from tinyrl.data.messages import Prompt, as_messages
 from tinyrl.data.turns import Side
 from tinyrl.models.reading import reading
 from tinyrl.models.reward_model import SCORE_HEAD
 from tinyrl.models.tokens import added_around, disguised, template_text, token_ids
 from tinyrl.tasks.answers import answer_end, answer_tokens
-from tinyrl.tasks.prompts import Rendered, asked_messages, check_written, in_chat, render_prompt
+from tinyrl.tasks.prompts import LongText, Rendered, asked_messages, check_written, in_chat, render_prompt
+
+if TYPE_CHECKING:
+    from tinyrl.models.image_inputs import ImageExpander
 
 TEXT_FORMAT = "tinyrl_text_format"  # in a classification model's config, and in the metadata of an adapter's score head
 
@@ -37,10 +41,17 @@ class TextFormat:
     system_prompt: str | None = None
     chat_template: dict[str, Any] = field(default_factory=dict)
 
-    def render(self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> Rendered:
-        """Render a prompt as for a policy."""
+    def render(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, images: ImageExpander | None = None
+    ) -> Rendered:
+        """Render a prompt as for a policy, which may read images."""
         return render_prompt(
-            tokenizer, prompt, chat=self.chat, system_prompt=self.system_prompt, variables=self.chat_template
+            tokenizer,
+            prompt,
+            chat=self.chat,
+            system_prompt=self.system_prompt,
+            variables=self.chat_template,
+            images=images,
         )
 
     def end(self, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -76,12 +87,14 @@ def reward_tokens(
     text_format: TextFormat,
     max_tokens: int,
     adapter: bool = False,
+    images: ImageExpander | None = None,
 ) -> list[int]:
     """Tokenise an answer behind its prompt (None: a text alone) as a reward model reads it: its last `max_tokens`
     tokens, at least one. Of an answer in messages the last one's text is judged, and the others join the prompt.
 
-    An adapter reads the tokens that the policy would have sampled. For a classification model a chat template brings
-    its own special tokens, and plain text gets those that the tokenizer adds. A BOS stands once, and stays when the
+    An adapter reads the tokens that the policy would have sampled, and `images` where the policy does. For a
+    classification model a chat template brings its own special tokens, and plain text gets those that the tokenizer
+    adds. A BOS stands once, and stays when the
     beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
     """
     chat = text_format.chat
@@ -106,10 +119,12 @@ def reward_tokens(
         prompt = [*as_messages(prompt), *before] if before else prompt
         answer = str(last["content"])
     if adapter:
-        rendered = text_format.render(tokenizer, prompt)
+        rendered = text_format.render(tokenizer, prompt, images=images)
         sampled = answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
         asked, sampled = within(tokenizer, rendered.tokens, sampled, max_tokens)
         return asked + sampled
+    if images_of(prompt):
+        raise ValueError("the prompt has images, which a classification model does not read")
     if templated:
         messages = asked_messages(prompt, system)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
@@ -133,12 +148,14 @@ def within(
     tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: list[int], max_tokens: int
 ) -> tuple[list[int], list[int]]:
     """Return the end of a prompt and its answer, `max_tokens` in all; a BOS that the prompt begins with stays. At
-    least one token is the prompt's, if need be the answer's first.
+    least one token is the prompt's, if need be the answer's first. Raises LongText where an image would be cut off.
     """
     cut = len(prompt) + len(answer) - max_tokens
     tokens = [*prompt, *answer]
     if cut <= 0:
         return prompt, answer
+    if any(map(is_image_id, tokens[: cut + 1])):
+        raise LongText(f"it has {len(tokens):,} tokens with its images, and {max_tokens:,} are read")
     bos = prompt[:1] if prompt[:1] == [tokenizer.bos_token_id] and max_tokens > 1 else []
     tokens = bos + tokens[cut + len(bos) :]
     border = max(1, max_tokens - len(answer))

@@ -6,6 +6,7 @@ import copy
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.data.thoughts import ends_in_thought
 from tinyrl.environments import Transcript
@@ -37,7 +39,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
 from tinyrl.tasks.grading import answer_text
 from tinyrl.tasks.own import OwnTask
-from tinyrl.tasks.prompts import PreparedPrompt, row_columns
+from tinyrl.tasks.prompts import LongText, PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
@@ -423,20 +425,31 @@ class Scorer:
         tokenizer = self._adapter_tokenizer
         end = self.model_format.end(self._adapter_tokenizer)
         room = positions_of(policy.causal.config.get_text_config())
-        of_text = {p.text: p.prompt for p in prompts}
-        asked = {text: self.model_format.render(tokenizer, prompt).tokens for text, prompt in of_text.items()}
+        images = policy.image_expander
+        keys = [(p.text, *(image.key for image in images_of(p.prompt))) for p in prompts]
+        different = {key: p.prompt for key, p in zip(keys, prompts, strict=True)}
+        asked = {
+            key: self.model_format.render(tokenizer, prompt, images=images).tokens for key, prompt in different.items()
+        }
         ended = [as_ended(tokenizer, sampled, end=end) for sampled in completions]
-        pairs = [within(tokenizer, asked[p.text], answer, room) for p, answer in zip(prompts, ended, strict=True)]
-        items = [Example(prompt, [answer]) for prompt, answer in pairs]
-        scores = torch.zeros(len(prompts), dtype=torch.float64)
+        rows = list[int]()
+        items = list[Example]()
+        for row, (key, answer) in enumerate(zip(keys, ended, strict=True)):
+            with suppress(LongText):  # an image would be cut off: there is no score
+                read, scored = within(tokenizer, asked[key], answer, room)
+                rows.append(row)
+                items.append(Example(read, [scored]))
+        found = torch.zeros(len(items), dtype=torch.float64)
 
         def run(part: list[int]) -> None:
             batch = policy.batch_of([items[i] for i in part], last_tokens=True)
-            scores[part] = policy.reward_scores(batch).double().cpu()
+            found[part] = policy.reward_scores(batch).double().cpu()
 
         with policy.acting("reward"):
             self.micro_batches.run(Work(policy.lengths(items), run), world=world)
-        world.sum(scores)
+        world.sum(found)
+        scores = torch.full((len(prompts),), math.nan, dtype=torch.float64)
+        scores[rows] = found
         return scores.tolist()
 
 

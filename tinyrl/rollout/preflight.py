@@ -125,10 +125,8 @@ def check_images(config: Config) -> None:
 def _blind_settings(config: Config) -> Iterator[Refusal]:
     """Yield settings under which something reads prompts without their images."""
     images = "the rows of task.data have images, which"
-    if config.method not in ("grpo", "sft"):
-        yield Refusal(
-            ("method", "task.data"), f"{images} `tinyrl train {config.method}` does not read; grpo and sft do"
-        )
+    if config.method == "distill":
+        yield Refusal(("method", "task.data"), f"{images} `tinyrl train distill` does not read")
     if not config.samples:
         return
     reward = config.reward

@@ -23,7 +23,6 @@ from tinyrl.data.formats import (
     at_place,
     given_beside,
     has_system,
-    refuse_images,
     refuse_media,
     with_prompt,
 )
@@ -68,8 +67,9 @@ class RunRows:
 
     @property
     def has_images(self) -> bool:
-        """Return whether a prompt has an image, so that a model with a vision tower reads them."""
-        return any(row.get("images") for row in (*self.train, *self.held_out))
+        """Return whether a prompt or a text has an image, so that a model with a vision tower reads them."""
+        text = [row for _, row in self.text]
+        return any(row.get("images") for row in (*self.train, *self.held_out, *text))
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
@@ -297,10 +297,10 @@ def text_rows(config: Config) -> Placed:
     """Read the rows of text that PPO learns beside its samples (ppo.ptx_data)."""
     if config.method != "ppo" or not config.ppo.ptx_data:
         return []
-    placed = placed_rows(config.ppo.ptx_data)
+    placed = placed_rows(config.ppo.ptx_data, fetch_images=config.task.fetch_images)
     for place, row in placed:
         at_place(place, refuse_media, row)
-        at_place(place, refuse_images, row)
+        at_place(place, Texts().check_images, row)
     return placed
 
 

@@ -72,6 +72,7 @@ class Ppo(OnPolicy):
         if text:
             texts = (tokens for row in self.text for one in row for tokens in one.texts)
             check_ids(texts, self.policy.tokenizer, self.policy.causal)
+            self.policy.try_images()  # which the prompts may have none of
             self.row_fingerprints = {**self.row_fingerprints, TEXT: fingerprint([row for _, row in text])}
 
     @property

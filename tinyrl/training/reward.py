@@ -90,7 +90,7 @@ class RewardModel(RowMethod):
     def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
         """Tokenise each answer behind its prompt, by the functions that score completions later."""
         one = labelled(row) if self.kind.has_labels else preference(row)
-        how = {"text_format": self.text_format, "max_tokens": self.room}
+        how: Any = {"text_format": self.text_format, "max_tokens": self.room, "images": self.policy.image_expander}
         adapter = self.policy.adapters.peft is not None
         texts = list[list[int]]()
         for side in one.answers:
