@@ -14,8 +14,9 @@ from PIL.Image import new as new_image
 
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tinyrl.data import image_files, images
+from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import Image, image_ids, key_of_id, opened, place_of_id, without_paths
+from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, without_paths
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -198,3 +199,7 @@ def test_ids_of_an_image_name_it_and_their_place() -> None:
     first, second = image_ids(5, 2), image_ids(6, 2)
     assert [key_of_id(token) for token in first + second] == [5, 5, 6, 6]
     assert [place_of_id(token) for token in first + second] == [0, 1, 0, 1]
+
+
+def test_a_row_is_quoted_without_the_mark_of_an_image() -> None:
+    assert beginning({"prompt": f"{IMAGE_MARK}what?"}) == "{'prompt': '[image]what?'}"

@@ -20,7 +20,10 @@ import pytest
 
 from tests import running
 from tests.faults.children import Child, before_call, go_on, resumed, train, workers_left
+from tests.faults.lookup_runs import CODE
+from tests.tiny_vision import tiny_vision
 from tests.training.test_resume import assert_same
+from tests.training.test_vision_runs import settings as on_pictures
 from tinyrl.config.schema import Config
 from tinyrl.runs import checkpoint
 from tinyrl.runs.checkpoint import list_checkpoints, problem_with
@@ -128,6 +131,23 @@ def test_a_resume_that_was_killed_while_it_cut_the_records_holds_no_line_twice(w
     assert run.samples.stat().st_size == before[1]
     resumed(run)
     assert_same(whole.run, run, STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_on_pictures_that_was_killed_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
+    base = tiny_vision("smolvlm", tmp_path / "model")
+    often = {"num_steps": STEPS, "save_every": 1, "eval_every": 2}
+    (tmp_path / "length.py").write_text(CODE)
+    reward = {"functions": [{"use": f"{tmp_path / 'length.py'}:length"}]}
+    settings = on_pictures(base, tmp_path, num_steps=STEPS, reward=reward, run=often)
+    code, whole, _ = running.train(settings, tmp_path, name="whole")
+    assert code == 0
+    at = checkpoint.__name__, "write_checkpoint", 3
+    child = Child(train_until, settings, tmp_path, *at, output=tmp_path / "said.txt")
+    assert child.end() == -signal.SIGKILL, child.said
+    run = RunDir(tmp_path / "run")
+    resumed(run)
+    assert_same(whole, run, STEPS)
 
 
 def flip_one_bit(folder: Path) -> None:

@@ -336,3 +336,10 @@ def test_a_row_of_text_is_continued_by_a_prompt_with_images(fast: Vision) -> Non
     batch = batch_of([Example(row, [[5]])], images=fast.images)
     torch.testing.assert_close(state, response_states(fast.model.model, batch), atol=1e-5, rtol=1e-5)
     assert by_axis(fast.images.positions(row).prompt.unsqueeze(1)).shape == (3, 1, len(row))
+
+
+def test_a_picture_that_a_processor_refuses_is_named(tmp_path: Path) -> None:
+    """Qwen's takes none that is 200 times as wide as high."""
+    expander = vision_of("qwen2_5_vl", tmp_path).images.expander
+    with pytest.raises(ValueError, match=r"line\.png \(300 x 1 pixels\)"):
+        expander.expansion(picture(tmp_path, "line.png", (300, 1), 0))

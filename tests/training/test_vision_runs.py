@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def settings(base: Path, rows: Path, *, num_steps: int, **sections: Any) -> Any:
         "run": {"num_steps": num_steps, "eval_every": 0},
         "reward": {"functions": [{"use": use_of(partial(letters))}]},
     }
-    return running.config("grpo", base, task=task, generation={"max_prompt_tokens": 256}, **more, **sections)
+    values = {"task": task, "generation": {"max_prompt_tokens": 256}, **more, **sections}
+    return running.config("grpo", base, **values)
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +125,42 @@ def test_a_checkpoint_has_the_processor_as_it_was_loaded(folders: Any, runs: Any
     saved = runs("smolvlm", is_full).checkpoints / "step-000001"
     for name in ("preprocessor_config.json", "processor_config.json", "chat_template.jinja"):
         assert (saved / name).read_bytes() == (folders("smolvlm") / name).read_bytes()
+
+
+def test_features_that_are_computed_in_each_pass_are_the_same_to_the_bit(
+    folders: Any, runs: Any, tmp_path: Path
+) -> None:
+    kept = runs("smolvlm", False)
+    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"image_cache_gb": 0})
+    code, computed, _ = running.train(config, tmp_path)
+    assert code == 0
+    assert running.lasting(computed) == running.lasting(kept)
+    mine, its = running.weights(computed, 1), running.weights(kept, 1)
+    assert [name for name in its if not torch.equal(mine[name], its[name])] == []
+
+
+def test_a_picture_that_changed_is_named_by_the_refusal_to_resume(runs: Any) -> None:
+    run = runs("smolvlm", False)
+    picture = Path(str(run.read_config().task.data)).with_name("3.png")
+    before = picture.read_bytes()
+    image_file(picture, color=(1, 2, 3), size=(32, 32))
+    try:
+        with pytest.raises(ValueError, match=re.escape(str(picture))):
+            running.go_on(run)
+    finally:
+        picture.write_bytes(before)
+
+
+def test_a_run_whose_pictures_moved_goes_on(runs: Any, tmp_path: Path) -> None:
+    run = runs("smolvlm", False)
+    config = run.read_config()
+    moved = shutil.copytree(Path(str(config.task.data)).parent, tmp_path / "moved") / "rows.jsonl"
+    task = config.task.model_copy(update={"data": str(moved), "eval_data": str(moved)})
+    here = RunDir(shutil.copytree(run.path, tmp_path / "run"))
+    section = config.run.model_copy(update={"num_steps": 2})
+    changed = config.model_copy(update={"task": task, "run": section})
+    assert running.go_on(here, config=changed, allow_config_change=True) == 0
+    assert [line["step"] for line in running.metrics(here)] == [0, 1, 2]
 
 
 def test_config_yaml_says_that_the_model_was_loaded_with_its_tower(runs: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from tinyrl.config.methods import or_list
 from tinyrl.config.sections import LARGEST
-from tinyrl.data.images import IMAGE_MARK, images_of, without_paths
+from tinyrl.data.images import images_of, with_marks_shown, without_paths
 from tinyrl.data.messages import (
     Message,
     Prompt,
@@ -449,7 +449,7 @@ def _shown(side: Side | None) -> str:
 
 def beginning(row: Row) -> str:
     """Return the first characters of a row on one line, to quote it in an error."""
-    return one_line(str(row)[:500].replace(IMAGE_MARK, "[image]"), 100)
+    return one_line(with_marks_shown(str(row)[:500]), 100)
 
 
 # ---- texts and conversations ----

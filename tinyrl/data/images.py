@@ -67,6 +67,11 @@ def images_of(prompt: Any) -> list[Image]:
     return [Image.of_entry(entry) for message in prompt for entry in message.get("images", ())]
 
 
+def with_marks_shown(text: str) -> str:
+    """Return a text for people, in which an image is "[image]"."""
+    return text.replace(IMAGE_MARK, "[image]")
+
+
 def without_paths(value: Any) -> Any:
     """Return a JSON value in which images are their hashes alone, wherever their files are."""
     if is_entry(value):

@@ -28,6 +28,7 @@ from tinyrl.data.images import FIRST_IMAGE_ID, Image, image_ids, is_image_id, ke
 from tinyrl.models.batch import RowPositions
 from tinyrl.models.device import to_device
 from tinyrl.models.tokens import token_ids, token_ids_of
+from tinyrl.text import first_line, truncate
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -66,16 +67,23 @@ class ImageExpander:
         self._expansions = dict[int, Processed]()  # without pixels
 
     def process(self, image: Image) -> Processed:
-        """Run the processor on an image. Raises ValueError where the file cannot be read."""
+        """Run the processor on an image. Raises ValueError, naming the file, where it cannot be read, or the processor
+        refuses it, as Qwen's does one that is 200 times as wide as high.
+        """
         picture = within(opened(image), self.max_pixels)
-        processed = self.processor(
-            images=[picture],
-            text=[self.mark],
-            **self._tiles(),
-            return_text_replacement_offsets=True,
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
+        try:
+            processed = self.processor(
+                images=[picture],
+                text=[self.mark],
+                **self._tiles(),
+                return_text_replacement_offsets=True,
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except ValueError as error:
+            size = " x ".join(map(str, picture.size))
+            what = f"the image {truncate(image.path, 200)} ({size} pixels)"
+            raise ValueError(f"{what} is refused by the model's processor: {first_line(error)}") from error
         [[offsets]] = processed["text_replacement_offsets"]
         replacement = str(offsets["replacement"])
         return Processed(

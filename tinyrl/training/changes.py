@@ -5,8 +5,10 @@ that is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tinyrl.config.changes import Change, changed_settings
@@ -14,6 +16,7 @@ from tinyrl.config.derive import READS
 from tinyrl.config.methods import and_list
 from tinyrl.config.removed import given_removed
 from tinyrl.config.schema import Config, without_secrets
+from tinyrl.data.images import Image
 from tinyrl.training.code_inputs import same_module
 from tinyrl.training.method import Method
 from tinyrl.training.run_state import InputHashes
@@ -139,6 +142,13 @@ def changed_sources(before: InputHashes, now: InputHashes) -> list[ChangedInput]
     for name in before.unread:
         changes.append(ChangedInput(name, "has no hash, as it was gone when it was to be read: it may be another one"))
     return changes
+
+
+def newer_images(images: Iterable[Image], checkpoint: Path) -> list[ChangedInput]:
+    """Name images whose files were written after a checkpoint, some of many: rows have one fingerprint together."""
+    saved = checkpoint.stat().st_mtime_ns
+    newer = [image.path for image in images if os.stat(image.path).st_mtime_ns > saved]
+    return [ChangedInput(path, "was written since then") for path in newer[: MOST_SHOWN - 1]]
 
 
 def changed_inputs(method: Method, before: InputHashes, now: Callable[[], InputHashes]) -> list[ChangedInput]:

@@ -44,6 +44,7 @@ from tinyrl.training.changes import (
     changed_inputs,
     check_changes,
     check_schedule,
+    newer_images,
     notes_of,
     other_versions,
     refuse,
@@ -268,6 +269,9 @@ def _compare(method: Method, config: Config, kept: Kept, *, allowed: bool) -> Ru
     read = read_sources(named_inputs(config), rows=method.row_fingerprints, known=known.files)
     sources = partial(with_imports, read, code, method.workers, carried=carried)
     inputs = changed_inputs(method, known, sources)
+    if inputs and kept.checkpoint is not None and method.policy.images is not None:
+        images = method.policy.images.expander.images.values()
+        inputs = [*newer_images(images, kept.checkpoint), *inputs]
     refuse("what the run reads has changed", inputs, since=since, allowed=allowed)
     return RunChanges(changes=[*settings, *inputs], read=read, sources=sources, notes=stretched)
 

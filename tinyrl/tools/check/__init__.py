@@ -21,7 +21,7 @@ import psutil
 
 from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
-from tinyrl.data.images import IMAGE_MARK
+from tinyrl.data.images import with_marks_shown
 from tinyrl.data.rows import row_key
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
@@ -233,7 +233,7 @@ def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
         gold = task.gold(row)
         prompt = task.prompt(row)
         text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        text = text.replace(IMAGE_MARK, "[image]")
+        text = with_marks_shown(text)
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"reference answer: {one_line(repr(gold), SHOWN // 4)}"]
         lines += [] if gold is not None else ["the task knows no reference answers"]
         if config.task.data is not None and task.name == "sort":
