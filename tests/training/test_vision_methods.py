@@ -11,7 +11,7 @@ import torch
 
 from tests import running
 from tests.images import image_file
-from tests.tiny_vision import FAMILIES, tiny_vision
+from tests.tiny_vision import FAMILIES, MORE, tiny_vision
 from tests.training.rows import loaded, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.data.images import is_image_id
@@ -86,7 +86,17 @@ def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("family", ORDER)
 def test_a_run_that_is_stopped_and_resumed_is_bit_equal(folders: Any, family: str, name: str, tmp_path: Path) -> None:
-    config = settings(name, folders(family), tmp_path, num_steps=2)
+    check_resumed(settings(name, folders(family), tmp_path, num_steps=2), tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", MORE)
+def test_a_run_of_a_further_family_is_resumed_bit_equal(folders: Any, family: str, tmp_path: Path) -> None:
+    check_resumed(settings("ppo-adapter", folders(family), tmp_path, num_steps=2), tmp_path)
+
+
+def check_resumed(config: Config, tmp_path: Path) -> None:
+    """Compare a run that is stopped and resumed with a whole one."""
     code, whole, looks = running.train(config, tmp_path, name="whole")
     assert code == 0
     code, stopped, _ = running.train(config, tmp_path, name="stopped", stop_at=int(looks * 0.8))
