@@ -26,6 +26,12 @@ SIDE = 32  # pixels of a test's picture
 QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 SMOLVLM_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+INTERNVL_TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+                   "video_token": "<video>"}  # fmt: skip
+NAMED_TOKENS = {"gemma3": GEMMA_TOKENS, "internvl": INTERNVL_TOKENS}  # which processors ask the tokenizer for
+GLM_TOKENS = {"image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>",
+              "image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>",
+              "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"}  # fmt: skip
 # A message's content is text, or parts of the types image and text.
 TEMPLATE = """\
 {%- for message in messages %}{{ OPEN + message['role'] + '\n' }}
@@ -52,7 +58,7 @@ class Family:
 
 def tiny_vision(family: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a vision-language model of FAMILIES, its tokenizer and its processor into `folder`, which is returned."""
-    own = FAMILIES[family]
+    own = {**FAMILIES, **MORE}[family]
     tokenizer = vision_tokenizer(family)
     config = own.config(tokenizer)
     with seeded(seed):
@@ -69,16 +75,16 @@ def tiny_vision(family: str, folder: Path, *, seed: int = 0) -> Path:
 
 def vision_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer of bytes with the family's special tokens and a chat template that writes images."""
-    own = FAMILIES[family]
+    own = {**FAMILIES, **MORE}[family]
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(t, special=True) for t in own.tokens]})  # pyright: ignore[reportArgumentType]
-    if family == "gemma3":
+    if family in NAMED_TOKENS:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer.backend_tokenizer,
             eos_token=tokenizer.eos_token,
             pad_token=tokenizer.pad_token,
             model_max_length=POSITIONS,
-            extra_special_tokens=GEMMA_TOKENS,
+            extra_special_tokens=NAMED_TOKENS[family],
         )
     written = TEMPLATE.replace("OPEN", repr("<turn>")).replace("CLOSE", repr(EOS))
     tokenizer.chat_template = written.replace("IMAGE", repr(own.image))
@@ -158,6 +164,53 @@ def _gemma3(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     )
 
 
+def _qwen3_5(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": HIDDEN, "num_position_embeddings": 64}  # fmt: skip
+    linear = {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+              "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
+    rope = {**M_ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}
+    return transformers.Qwen3_5Config(
+        text_config=_text(tokenizer, head_dim=8, rope_parameters=rope, **linear),  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        tie_word_embeddings=True,
+        **_qwen_ids(tokenizer),
+    )
+
+
+def _internvl(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": [28, 28], "patch_size": [7, 7]}  # fmt: skip
+    return transformers.InternVLConfig(
+        text_config={"model_type": "qwen2", **_text(tokenizer)},  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        downsample_ratio=0.5,
+        tie_word_embeddings=False,
+        **_ids(tokenizer, image_token_id="<IMG_CONTEXT>"),
+    )
+
+
+def _glm4v(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": HIDDEN, "image_size": SIDE}  # fmt: skip
+    text = _text(tokenizer, head_dim=8, rope_parameters={**M_ROPE, "partial_rotary_factor": 1.0})
+    return transformers.Glm4vConfig(
+        text_config=text,  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        tie_word_embeddings=False,
+        **_ids(tokenizer, **GLM_TOKENS),
+    )
+
+
+def _internvl_images() -> PilBackend:
+    return transformers.GotOcr2ImageProcessorPil(size={"height": 28, "width": 28}, crop_to_patches=False)
+
+
+def _glm_images() -> PilBackend:
+    own: Any = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}}
+    return transformers.Glm4vImageProcessorPil(**own)
+
+
 def _qwen_images() -> PilBackend:
     size = {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}
     return transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size)
@@ -201,5 +254,29 @@ FAMILIES = {
         config=_gemma3,
         images=_gemma_images,
         processor={"processor_class": "Gemma3Processor", "image_seq_length": 4},
+    ),
+}
+# Families of which a model's trials and a run are tested.
+MORE = {
+    "internvl": Family(
+        tokens=(*INTERNVL_TOKENS.values(),),
+        image="<IMG_CONTEXT>",
+        config=_internvl,
+        images=_internvl_images,
+        processor={"processor_class": "InternVLProcessor", "image_seq_length": 4},
+    ),
+    "qwen3_5": Family(
+        tokens=QWEN_TOKENS,
+        image=QWEN_IMAGE,
+        config=_qwen3_5,
+        images=_qwen_images,
+        processor={"processor_class": "Qwen3VLProcessor"},
+    ),
+    "glm4v": Family(
+        tokens=(*GLM_TOKENS.values(),),
+        image="<|begin_of_image|><|image|><|end_of_image|>",
+        config=_glm4v,
+        images=_glm_images,
+        processor={"processor_class": "Glm4vProcessor"},
     ),
 }

@@ -25,7 +25,8 @@ from tinyrl.models.build import attach_reward_adapter
 from tinyrl.models.loading import load_tokenizer
 from tinyrl.models.lora import save_adapter
 from tinyrl.models.micro_batches import MicroBatches
-from tinyrl.models.reward_model import SCORE_HEAD, SequenceRewardModel, is_reward_adapter, load_reward_model
+from tinyrl.models.reading import is_reward_adapter
+from tinyrl.models.reward_model import SCORE_HEAD, SequenceRewardModel, load_reward_model
 from tinyrl.rewards.model_text import TextFormat, reward_tokens
 
 TEXTS = ["a", "a longer text than the others", "mid size", "", "the end<eos>", "<eos>"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,16 +20,19 @@ from tests.images import image_file
 from tests.models.building import stir
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import is_image_id
-from tinyrl.models.batch import Example
+from tinyrl.data.images import FIRST_IMAGE_ID, is_image_id
+from tinyrl.models.batch import Batch, Example
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
-from tinyrl.models.loading import load_tokenizer
+from tinyrl.models.loading import load_image_text_model, load_tokenizer
+from tinyrl.models.logprobs import head_of
 from tinyrl.models.memory import bytes_by_role
 from tinyrl.models.policy import Policy, Role
+from tinyrl.models.policy_files import save_policy
 from tinyrl.models.towers import language_parameters, towers_of
 from tinyrl.runs.resolve import config_of
 from tinyrl.training.dpo import pair_logprobs
+from tinyrl.training.teacher import known_there
 
 FULL: dict[str, Any] = {"lora": {"enabled": False}}
 ORDER = sorted(FAMILIES, key=lambda family: family != "smolvlm")  # of which the first is fast
@@ -84,7 +88,7 @@ def plain_states(model: PreTrainedModel | PeftModel | None, adapter: str | None,
 
 def computed(policy: Policy, role: Role, function: Callable[[Any], Tensor], prompt: list[int], **how: Any) -> Tensor:
     """Compute a function of a batch of the prompt with its answer, and of one without a picture, by a role."""
-    batch = policy.batch_of([Example(prompt, (ANSWER,)), Example([8, 9], ([4],))], **how)
+    batch = policy.batch_of([Example(prompt, (ANSWER,)), Example([8, 9], ([4],))], role=role, **how)
     with torch.no_grad(), policy.acting(role):
         return function(batch)
 
@@ -169,3 +173,54 @@ def test_policy_and_reference_are_compared_on_a_prompt_that_ends_in_an_image(fol
     prompt, _ = tokens_of(policy, green)
     last = max(place for place, token in enumerate(prompt) if is_image_id(token))
     policy.check_reference([prompt[: last + 2]], temperature=1.0)
+
+
+def teacher_logprobs(policy: Policy, prompt: list[int]) -> Tensor:
+    def of(batch: Batch) -> Tensor:
+        return policy.logprobs("teacher", batch, temperature=1.0)[0]
+
+    return computed(policy, "teacher", of, prompt)[0]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_a_teacher_with_a_tower_of_its_own_is_plain_transformers(
+    folders: Any, green: Path, family: str, tmp_path: Path
+) -> None:
+    teacher = tiny_vision(family, tmp_path / "teacher", seed=1)
+    policy = policy_at(folders(family), method="distill", teacher={"path": str(teacher)})
+    prompt, given = tokens_of(policy, green)
+    policy.try_images()
+    own = load_image_text_model(str(teacher), dtype=torch.float32)
+    states = plain_states(own, None, given)[len(prompt) - 1 : -1]
+    with torch.no_grad():
+        expected = head_of(own).logits(states).log_softmax(1)[range(3), ANSWER]
+    torch.testing.assert_close(teacher_logprobs(policy, prompt), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_a_teacher_that_is_an_adapter_reads_images_on_the_policy_s_base(
+    folders: Any, green: Path, family: str, tmp_path: Path
+) -> None:
+    taught = policy_at(folders(family), method="sft")
+    stir(taught.parameters["policy"])
+    save_policy(taught, tmp_path / "teacher")
+    policy = policy_at(folders(family), method="distill", teacher={"path": str(tmp_path / "teacher")})
+    prompt, given = tokens_of(policy, green)
+    states = plain_states(taught.adapters.peft, "default", given)[len(prompt) - 1 : -1]
+    with torch.no_grad():
+        expected = taught.head("policy").logits(states).log_softmax(1)[range(3), ANSWER]
+    torch.testing.assert_close(teacher_logprobs(policy, prompt), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_teacher_that_makes_other_pixels_of_an_image_is_refused(folders: Any, tmp_path: Path) -> None:
+    teacher = tiny_vision("smolvlm", tmp_path / "teacher")
+    file = teacher / "preprocessor_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
+    with pytest.raises(ValueError, match=r"teacher\.path=.*image_mean"):
+        policy_at(folders("smolvlm"), method="distill", teacher={"path": str(teacher)})
+
+
+def test_a_token_that_a_teacher_does_not_know_is_its_last_and_an_image_stays() -> None:
+    assert known_there([[3, 9, FIRST_IMAGE_ID + 5]], 7) == [[3, 7, FIRST_IMAGE_ID + 5]]

@@ -74,10 +74,10 @@ def test_images_are_refused_with_a_model_that_has_no_tower(tmp_path: Path, metho
 
 
 @pytest.mark.parametrize(("sections", "setting"), [
-    ({"method": "distill", "teacher": {"path": "starter"}}, "train distill"),
+    ({"method": "distill", "teacher": {"path": "starter"}}, r"teacher\.path"),
     ({"environment": {"agent": "agent.py:play"}}, r"environment\.agent"), ({"reward": REWARDS}, "judge"),
     ({"reward": {"model": "starter-reward"}}, r"reward\.model"),
-    ({"teacher": {"path": "self", "hint": "{answer}", "kl_coef": 0.1}}, "teacher"),
+    ({"teacher": {"path": "http://127.0.0.1:9", "kl_coef": 0.1}}, "teacher at an address"),
     ({"generation": {"engine": "server", "url": "http://127.0.0.1:9"}}, r"generation\.engine"),
 ])  # fmt: skip
 def test_what_does_not_see_images_is_refused_before_a_model_is_loaded(

@@ -11,9 +11,14 @@ import torch
 
 from tests import running
 from tests.images import image_file
-from tests.tiny_vision import FAMILIES, tiny_vision
-from tests.training.rows import write_rows
+from tests.tiny_vision import FAMILIES, MORE, tiny_vision
+from tests.training.rows import loaded, write_rows
 from tinyrl.config.schema import Config
+from tinyrl.data.images import is_image_id
+from tinyrl.process.launched import Options
+from tinyrl.rollout.collect import Collector
+from tinyrl.rollout.load import load_collector
+from tinyrl.rollout.prepared import prepare
 from tinyrl.workers.loading import use_of
 
 FULL = {"lora": {"enabled": False}, "optim": {"learning_rate": 1e-3}}
@@ -28,6 +33,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo-full": ("dpo", {"dpo": {"batch_size": 2}, **FULL}),
     "dpo-kto": ("dpo", {"dpo": {"batch_size": 2, "loss": "kto"}}),
     "dpo-orpo": ("dpo", {"dpo": {"batch_size": 2, "loss": "orpo"}}),
+    "distill-model": ("distill", {}),
+    "distill-self": ("distill", {"teacher": {"path": "self", "hint": "It is {answer}."}}),
     "reward": ("reward", {}),
     "reward-labels": ("reward", {"task": {"columns": {"unused": "rejected", "completion": "chosen"}}}),
 }
@@ -66,6 +73,12 @@ def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
         sections["ppo"] = {**PPO, "ptx_data": str(text), "ptx_coef": 0.1}
         sections["generation"] = {"max_prompt_tokens": 256}
         sections["reward"] = {"functions": [{"use": use_of(partial(letters))}]}
+    if method == "distill":
+        sections["distill"] = {"num_prompts": 4, "on_policy_fraction": 0.5}
+        sections["generation"] = {"max_prompt_tokens": 256}
+        sections["reward"] = {"functions": []}
+    if name == "distill-model":
+        sections["teacher"] = {"path": str(tiny_vision(base.name, rows / "teacher", seed=1))}
     return running.config(method, base, **{**own, **sections})
 
 
@@ -73,7 +86,17 @@ def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("family", ORDER)
 def test_a_run_that_is_stopped_and_resumed_is_bit_equal(folders: Any, family: str, name: str, tmp_path: Path) -> None:
-    config = settings(name, folders(family), tmp_path, num_steps=2)
+    check_resumed(settings(name, folders(family), tmp_path, num_steps=2), tmp_path)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", MORE)
+def test_a_run_of_a_further_family_is_resumed_bit_equal(folders: Any, family: str, tmp_path: Path) -> None:
+    check_resumed(settings("ppo-adapter", folders(family), tmp_path, num_steps=2), tmp_path)
+
+
+def check_resumed(config: Config, tmp_path: Path) -> None:
+    """Compare a run that is stopped and resumed with a whole one."""
     code, whole, looks = running.train(config, tmp_path, name="whole")
     assert code == 0
     code, stopped, _ = running.train(config, tmp_path, name="stopped", stop_at=int(looks * 0.8))
@@ -83,3 +106,35 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_equal(folders: Any, family: st
     mine, its = running.weights(whole, 2), running.weights(stopped, 2)
     assert mine.keys() == its.keys()
     assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+
+
+def test_a_teacher_s_hint_is_behind_the_picture(folders: Any, tmp_path: Path) -> None:
+    method = loaded(settings("distill-self", folders(FAST), tmp_path, num_steps=1))
+    samples = [method.given(prompt) for prompt in method.collector.train_prompts]
+    hinted = method.teacher.prompts(samples)
+    for prompt, sample in zip(hinted, samples, strict=True):
+        images = [token for token in sample.prompt if is_image_id(token)]
+        assert [token for token in prompt if is_image_id(token)] == images
+        assert len(prompt) > len(sample.prompt)
+        assert images
+
+
+@pytest.fixture(scope="module")
+def scored(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Collector:
+    """What a PPO run samples and scores with, by a reward adapter that was trained on pictures."""
+    folder = tmp_path_factory.mktemp("scored")
+    reward = settings("reward", folders(FAST), folder, num_steps=2)
+    code, run, _ = running.train(reward, folder, name="reward")
+    assert code == 0
+    ppo = settings("ppo-adapter", folders(FAST), folder, num_steps=1)
+    given = ppo.model_copy(update={"reward": ppo.reward.model_copy(update={"functions": [], "model": str(run.path)})})
+    return load_collector(prepare(given), options=Options(device="cpu"))
+
+
+def test_a_reward_adapter_scores_one_answer_to_one_question_by_its_picture(scored: Collector) -> None:
+    first, second, *_ = scored.train_prompts
+    assert first.text == second.text
+    both = scored.scorer([first, second], [[5, 6], [5, 6]]).scores[:, 0]
+    alone = torch.cat([scored.scorer([prompt], [[5, 6]]).scores[:, 0] for prompt in (first, second)])
+    assert both[0] != both[1]
+    torch.testing.assert_close(both, alone)

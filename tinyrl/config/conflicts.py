@@ -75,10 +75,11 @@ def _needs_adapters(config: Config) -> Iterator[Refusal]:
 
 def _tower_conflicts(config: Config) -> Iterator[Refusal]:
     """Yield what a model with a vision tower cannot be used with."""
-    if config.method == "distill":
+    if config.learns_from_teacher and config.teacher.kind == "model" and config.teacher.quantization is not None:
         yield Refusal(
-            ("model.with_images", "method"),
-            f"method={config.method} takes no model with a vision tower, as rows with images need",
+            ("teacher.quantization", "model.with_images"),
+            f"teacher.quantization={config.teacher.quantization} takes no model with a vision tower, as rows with "
+            "images need",
         )
     if config.method == "reward" and not config.lora.enabled:
         yield Refusal(

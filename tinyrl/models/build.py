@@ -49,13 +49,12 @@ from tinyrl.models.lora import (
 )
 from tinyrl.models.policy import Policy
 from tinyrl.models.policy_files import MODEL, VALUE_HEAD, load_weights, restore_policy
-from tinyrl.models.processors import load_processor
-from tinyrl.models.reading import reading
+from tinyrl.models.processors import differences, load_processor
+from tinyrl.models.reading import is_reward_adapter, reading
 from tinyrl.models.reward_model import (
     SCORE_HEAD,
     SCORE_OFFSET,
     SequenceRewardModel,
-    is_reward_adapter,
     load_classifier,
     load_reward_model,
 )
@@ -181,10 +180,33 @@ def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, 
         _add_frozen_adapter(policy, "teacher", folder, setting=f"teacher.path={path}")
     elif config.teacher.kind == "model":
         tokenizer = _with_our_tokens(config, path, setting=f"teacher.path={path}", trust_remote_code=trust_remote_code)
-        quantization = config.teacher.quantization
-        model = load_causal_lm(path, dtype=dtype, quantization=quantization, trust_remote_code=trust_remote_code)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+        if config.model.with_images:
+            model = load_image_text_model(path, **options)
+        else:
+            model = load_causal_lm(path, quantization=config.teacher.quantization, **options)
         check_vocabulary(tokenizer, model, path=path)
         policy.add_teacher(model)
+        if config.model.with_images:
+            policy.teacher_images = _teacher_images(policy, model, path)
+
+
+def _teacher_images(policy: Policy, model: PreTrainedModel, path: str) -> ImageInputs:
+    """Return the images of prompts for a teacher with a tower of its own. Raises ValueError where its processor makes
+    other tokens or pixels of an image than the policy's, since both read the same prompts.
+    """
+    ours = policy.images
+    assert ours is not None
+    processor = load_processor(path, tokenizer=policy.tokenizer, revision=None)
+    differing = differences(ours.expander.processor, processor)
+    if model.config.image_token_id != ours.expander.placeholder:
+        differing.append("image_token_id")
+    if differing:
+        raise ValueError(
+            f"teacher.path={path} reads images otherwise than model.path ({', '.join(differing)}), so it cannot read "
+            "the policy's prompts"
+        )
+    return ImageInputs(policy.backbone("teacher"), ours.expander, cache_bytes=ours.cache_bytes, unread=ours.unread)
 
 
 def _with_our_tokens(

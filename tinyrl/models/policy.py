@@ -90,6 +90,7 @@ class Policy:
         self.micro_batches = MicroBatches(device.device, tokens, vocabulary=embedding_rows(self.causal))
         self.kernels = Kernels()
         self.images: ImageInputs | None = None  # of a model that reads them
+        self.teacher_images: ImageInputs | None = None  # of a teacher with a tower of its own
         self.reference_adapter: str | None = None
         self.reference_model: PreTrainedModel | None = None
         self.critic_kind: CriticKind | None = None
@@ -276,9 +277,10 @@ class Policy:
         *,
         last_tokens: bool = False,
         rows: Sequence[int] | None = None,
+        role: Role = "policy",
     ) -> Batch:
         """Make the models' input of samples or examples. last_tokens: for `reward_scores`; rows: their places in the
-        pass.
+        pass; role: whose features their images have.
         """
         return batch_of(
             items,
@@ -288,7 +290,7 @@ class Policy:
             last_tokens=last_tokens,
             rows=rows,
             varlen=self.kernels.varlen_attention,
-            images=self.images,
+            images=self.images_of(role),
         )
 
     def map_samples(
@@ -311,7 +313,7 @@ class Policy:
         outputs: list[Tensor] = []
 
         def run(rows: list[int]) -> None:
-            batch = self.batch_of([items[i] for i in rows], tokens, last_tokens=last_tokens)
+            batch = self.batch_of([items[i] for i in rows], tokens, last_tokens=last_tokens, role=role)
             results = compute(batch)
             if not outputs:
                 outputs.extend(torch.zeros(len(items), width, device=self.device) for _ in results)
@@ -326,16 +328,23 @@ class Policy:
         among.sum(*outputs)
         return tuple(output.cpu() for output in outputs)
 
+    def images_of(self, role: Role) -> ImageInputs | None:
+        """Return the images of prompts for the tower of a role."""
+        return self.images if role != "teacher" or self.teacher_images is None else self.teacher_images
+
     def try_images(self) -> None:
         """Compare numbers on an image with the library's, once prompts have been tokenised. Raises ValueError where
         states behind it are different; rows are padded where only packed ones are.
         """
-        if self.images is None or not self.images.expander.images:
-            return
-        backbone = self.backbone("policy")
-        with self.acting("policy"):
-            check_images(self.images, backbone)
-            self.packs = self.packs and packs_images_exactly(backbone, self.images)
+        roles: list[Role] = ["policy"] if self.teacher_images is None else ["policy", "teacher"]
+        for role in roles:
+            images = self.images_of(role)
+            if images is None or not images.expander.images:
+                return
+            backbone = self.backbone(role)
+            with self.acting(role):
+                check_images(images, backbone)
+                self.packs = self.packs and packs_images_exactly(backbone, images)
 
     @property
     def image_expander(self) -> ImageExpander | None:

@@ -94,3 +94,16 @@ def _written(resolved: str, name: str, revision: str) -> dict[str, Any]:
 
 def _file(resolved: str, name: str, revision: str) -> str | None:
     return cached_file(resolved, name, revision=revision, _raise_exceptions_for_missing_entries=False)
+
+
+def differences(ours: ProcessorMixin, theirs: ProcessorMixin) -> list[str]:
+    """List the settings in which two processors differ, so that an image becomes other tokens or pixels by them."""
+    if type(ours).__name__ != type(theirs).__name__:
+        return ["processor_class"]
+    written = [_image_settings(processor) for processor in (ours, theirs)]
+    return sorted(name for name in {*written[0], *written[1]} if written[0].get(name) != written[1].get(name))
+
+
+def _image_settings(processor: Any) -> dict[str, Any]:
+    own = {name: value for name, value in processor.to_dict().items() if name not in PARTS}
+    return {**own, **processor.image_processor.to_dict()}

@@ -25,6 +25,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 
+def is_reward_adapter(path: str) -> bool:
+    """Return whether `reward.model` is an adapter for the shared base, not a model of its own."""
+    return (Path(path).expanduser() / ADAPTER_FILES[0]).is_file()
+
+
 def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = False) -> str:
     """Return the folder of an embedded model (`starter`, `starter-reward`), a folder as it is, or a hub name.
 

@@ -7,7 +7,6 @@ pad == eos. Encoder models (a `classifier` over a pooled state) are called as th
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ from tinyrl.models.loading import (
 from tinyrl.models.logprobs import Head
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.parallel import ALONE, World
-from tinyrl.models.reading import ADAPTER_FILES, reading
+from tinyrl.models.reading import reading
 from tinyrl.models.states import backbone_of, last_states
 
 SCORE_HEAD = "score_head.safetensors"
@@ -155,8 +154,3 @@ def load_reward_model(
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, needs_eos=False)
     check_vocabulary(tokenizer, model, path=path)
     return SequenceRewardModel(model, tokenizer, label=label, device=device)
-
-
-def is_reward_adapter(path: str) -> bool:
-    """Return whether `reward.model` is an adapter for the shared base, not a model of its own."""
-    return (Path(path).expanduser() / ADAPTER_FILES[0]).is_file()

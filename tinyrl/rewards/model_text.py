@@ -94,8 +94,8 @@ def reward_tokens(
 
     An adapter reads the tokens that the policy would have sampled, and `images` where the policy does. For a
     classification model a chat template brings its own special tokens, and plain text gets those that the tokenizer
-    adds. A BOS stands once, and stays when the
-    beginning is cut off. Raises ValueError for an answer that no policy writes and messages that the template refuses.
+    adds. A BOS stands once, and stays when the beginning is cut off. Raises ValueError for an answer that no policy
+    writes and messages that the template refuses.
     """
     chat = text_format.chat
     variables = text_format.chat_template

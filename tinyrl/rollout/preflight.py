@@ -13,7 +13,7 @@ from tinyrl.config.refusal import Refusal, raise_first
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import reader_of
-from tinyrl.models.reading import resolve_model_path
+from tinyrl.models.reading import is_reward_adapter, resolve_model_path
 from tinyrl.process.launched import launched
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
@@ -125,8 +125,6 @@ def check_images(config: Config) -> None:
 def _blind_settings(config: Config) -> Iterator[Refusal]:
     """Yield settings under which something reads prompts without their images."""
     images = "the rows of task.data have images, which"
-    if config.method == "distill":
-        yield Refusal(("method", "task.data"), f"{images} `tinyrl train distill` does not read")
     if not config.samples:
         return
     reward = config.reward
@@ -134,10 +132,20 @@ def _blind_settings(config: Config) -> Iterator[Refusal]:
         yield Refusal(("environment.agent", "task.data"), f"{images} environment.agent is not shown")
     if any(function.is_judge for function in reward.functions):
         yield Refusal(("reward.functions", "task.data"), f"{images} a judge is not shown")
-    if reward.model is not None:
-        yield Refusal(("reward.model", "task.data"), f"{images} reward.model={reward.model} does not see")
-    if config.learns_from_teacher:
-        yield Refusal(("teacher.path", "task.data"), f"{images} a teacher is not shown")
+    if reward.model is not None and not is_reward_adapter(reward.model):
+        yield Refusal(
+            ("reward.model", "task.data"),
+            f"{images} reward.model={reward.model} does not see: it is a model of its own; an adapter on "
+            "model.path sees them",
+        )
+    teacher = config.teacher
+    if config.learns_from_teacher and teacher.kind == "server":
+        yield Refusal(("teacher.path", "task.data"), f"{images} a teacher at an address is not sent")
+    if config.learns_from_teacher and teacher.kind == "model" and has_vision_tower(str(teacher.path)) is False:
+        yield Refusal(
+            ("teacher.path", "task.data"),
+            f"{images} teacher.path={teacher.path} does not see: its config.json has no vision_config",
+        )
     if config.generation.engine == "server":
         yield Refusal(("generation.engine", "task.data"), f"{images} generation.engine=server is not sent")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
+from tinyrl.data.images import is_image_id
 from tinyrl.generation.sample import Sample, loss_mask, sampled_logprobs, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example
@@ -180,9 +181,9 @@ class LocalTeacher(Teacher):
         policy = self.policy
         role = self.role
         top_k = self.config.top_k
-        if self.separate is not None:  # a token without a row there, of no text, becomes the last one
+        if self.separate is not None:
             last = min(embedding_rows(self.separate), len(self.head.weight)) - 1
-            prompts, responses = ([[min(i, last) for i in row] for row in rows] for rows in (prompts, responses))
+            prompts, responses = (known_there(rows, last) for rows in (prompts, responses))
         items = [Example(p, (r,), (m,)) for p, r, m in zip(prompts, responses, masks, strict=True)]
         ends = list(accumulate(map(sum, masks), initial=0))
         count = ends[-1]
@@ -195,7 +196,7 @@ class LocalTeacher(Teacher):
             found = [torch.zeros(count, width, dtype=dtype, device=device) for width, dtype in shapes]
 
         def run(rows: list[int]) -> None:
-            batch = policy.batch_of([items[i] for i in rows])
+            batch = policy.batch_of([items[i] for i in rows], role=role)
             states = policy.states(role, batch)
             where = to_device(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in rows]), device)
             of_tokens[where] = token_logprobs(states, self.head, targets=batch.targets, temperature=self.temperature)[0]
@@ -215,6 +216,11 @@ class LocalTeacher(Teacher):
             bias = None if head.bias is None else head.bias.detach().clone()
             head = replace(head, weight=head.weight.detach().clone(), bias=bias)
         return of_tokens.cpu(), TeacherStates(found[0].cpu(), head)
+
+
+def known_there(rows: list[list[int]], last: int) -> list[list[int]]:
+    """Put a model's last token in the place of those without a row in it, which are of no text; images stay."""
+    return [[token if is_image_id(token) else min(token, last) for token in row] for row in rows]
 
 
 def first_tokens(head: Head, count: int) -> Head:
