@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.image_files import ImageFiles, ReadsImages
 from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, Image, images_of, is_entry
 from tinyrl.text import truncate
 
@@ -39,7 +39,7 @@ class Places:
     their own take in order; found: those of all places.
     """
 
-    files: ImageFiles
+    files: ReadsImages
     given: list[Image]
     tags: bool = False  # TAG is a place
     taken: int = 0
@@ -89,7 +89,7 @@ def with_images(row: Row, files: ImageFiles) -> Row:
     return {**others, **changed, "images": [image.entry for image in shown or images]}
 
 
-def placed_prompt(prompt: Any, row: Row, files: ImageFiles) -> Any:
+def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     """Return the prompt that a task's code made of a row with its images in place, as `with_images` has it."""
     images = [Image.of_entry(entry) for entry in row.get("images") or [] if is_entry(entry)]
     if not images and not _may_hold(prompt):
