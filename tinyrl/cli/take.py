@@ -53,7 +53,7 @@ def announce_loading(target: str) -> None:
 def chat(
     target: Target,
     settings: list[str] | None = settings_argument(
-        "settings of task, generation, environment and reward", default=None
+        "settings of task, generation, environment, reward; model.with_images", default=None
     ),
     *,
     options: Options,
