@@ -149,6 +149,18 @@ def png_of(picture: Picture) -> bytes:
     return file.getvalue()
 
 
+def data_url_of(image: Image) -> str:
+    """Return an image's file as a data URL. Raises ValueError where it cannot be read."""
+    from PIL.Image import MIME
+    from PIL.Image import open as open_image
+
+    what = f"the image {truncate(image.path, 200)}"
+    with decoding(what):
+        content = Path(image.path).read_bytes()
+        kind = MIME.get(str(open_image(io.BytesIO(content)).format), "image/png")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
 def data_of_url(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for one that holds no image in base64."""
     head, _, data = url.partition(",")

@@ -114,7 +114,8 @@ class Endpoint:
         self.key = key
         self.tokenizer = scheduler.tokenizer
         self.expander = expander
-        self.shelf = None if expander is None else ImageShelf(expander)
+        keeps_images = episodes is not None  # training reads them again
+        self.shelf = None if expander is None or keeps_images else ImageShelf(expander)
         self.positions = positions
         self.variables = variables
         self.episodes = episodes
@@ -215,12 +216,12 @@ class Endpoint:
             here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"
             raise Refused(429, f"{count} completions are too many now: at most {MOST_SEQUENCES} ({here})")
         answer = LiveAnswer(body, kind(asked), is_chat=kind is not TextCompletions)
-        images = self._images(episode)
+        images = self._images()
 
         def close() -> None:
             self.num_sequences -= count
             answer.give_up()
-            if self.shelf is not None and episode is None:
+            if self.shelf is not None:
                 self.shelf.release(images.found)
 
         self.num_sequences += count
@@ -260,11 +261,11 @@ class Endpoint:
             raise Refused(400, "the request is JSON that is not an object")
         return asked
 
-    def _images(self, episode: AgentEpisode | None) -> RequestImages:
+    def _images(self) -> RequestImages:
         """Return what reads the images of a request."""
-        if self.shelf is None:
+        if self.expander is None:
             return RequestImages(refuse)
-        return RequestImages(self.shelf.hold if episode is None else stored)
+        return RequestImages(stored if self.shelf is None else self.shelf.hold)
 
     async def _prompts(
         self, answer: LiveAnswer, images: RequestImages, episode: AgentEpisode | None
