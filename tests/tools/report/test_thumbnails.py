@@ -17,7 +17,6 @@ from tinyrl.data.images import ORIENTATION, Image
 from tinyrl.tools.report import thumbnails
 from tinyrl.tools.report.thumbnails import SIDE, Thumbnails, thumbnail_url
 
-
 BROKEN = [[{"path": 1, "sha256": 2, "size": [4, 2]}], [{"path": "a", "sha256": "b", "size": 3}]]  # right keys
 
 
