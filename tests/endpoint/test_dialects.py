@@ -156,7 +156,11 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
         (Responses, {"input": 3}, "input"),
         (Responses, {"input": "x", "n": 2}, "^n is"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "container": "x"}, "container"),
-        (Messages, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
+        (
+            Messages,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "image",
+        ),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "tool"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "n": 2}, "^n is"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "bash_20250124"}]}, "bash"),

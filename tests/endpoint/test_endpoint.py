@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import uvicorn
 
 from tests.endpoint.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, stir
+from tests.images import png
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.endpoint import endpoint as endpoint_file
 from tinyrl.endpoint.endpoint import LOCAL, Listening
@@ -82,6 +84,7 @@ def test_a_stream_is_the_answer_in_pieces(client: openai.OpenAI) -> None:
 
 IMAGE = {"path": "/etc/passwd", "sha256": "0" * 64, "size": [4, 2]}
 WITH_IMAGE = {"role": "user", "content": "\ufffc", "images": [IMAGE]}  # as rows that were read have it
+IMAGE_PART = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(png()).decode()}"}}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -128,7 +131,8 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"response_format": {"type": "json_object"}}, {}, 400, "response_format"),
         ({"max_tokens": 1000}, {}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
-        ({"messages": [WITH_IMAGE]}, {}, 400, "images"),
+        ({"messages": [WITH_IMAGE]}, {}, 400, "data URL"),
+        ({"messages": [{"role": "user", "content": [IMAGE_PART]}]}, {}, 400, "no images"),
         ({"chat_template_kwargs": {"thinking": True}}, {}, 400, "thinking"),
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
         ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),

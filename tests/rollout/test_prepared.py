@@ -75,7 +75,7 @@ def test_images_are_refused_with_a_model_that_has_no_tower(tmp_path: Path, metho
 
 @pytest.mark.parametrize(("sections", "setting"), [
     ({"method": "distill", "teacher": {"path": "starter"}}, r"teacher\.path"),
-    ({"environment": {"agent": "agent.py:play"}}, r"environment\.agent"), ({"reward": REWARDS}, "judge"),
+    ({"reward": REWARDS}, "judge"),
     ({"reward": {"model": "starter-reward"}}, r"reward\.model"),
     ({"teacher": {"path": "http://127.0.0.1:9", "kl_coef": 0.1}}, "teacher at an address"),
     ({"generation": {"engine": "server", "url": "http://127.0.0.1:9"}}, r"generation\.engine"),
@@ -84,7 +84,6 @@ def test_what_does_not_see_images_is_refused_before_a_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], setting: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("agent.py").write_text("def play(row, base_url, api_key, model): ...\n")
     Path("rubric.txt").write_text("{prompt} {completion} {answer}")
     with pytest.raises(ValueError, match=f"images, which .*{setting}"):
         prepared(tmp_path, sections, config=SEES)

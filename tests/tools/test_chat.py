@@ -3,6 +3,7 @@
 import math
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,18 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests import running
+from tests.images import image_file
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_vision import tiny_vision
+from tests.training.rows import write_rows
 from tinyrl.config.recipe import load_config
+from tinyrl.data.images import is_image_id
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.plain import PlainEngine
 from tinyrl.models.detokenizer import IncrementalDetokenizer
 from tinyrl.process.launched import Options
 from tinyrl.tools.chat import CHAT_STEP, ChatAnswer, ChatSession, converse
+from tinyrl.workers.loading import use_of
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
@@ -165,3 +171,63 @@ def test_ctrl_c_ends_the_answer_and_not_the_conversation(
     assert "stopped" in typed(ASKED, "/temperature 0")
     assert session.answer is None
     assert session.greedy
+
+
+# ---- images ----
+
+
+def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+    """Reward different characters."""
+    return [float(len({*str(completion)})) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on pictures of one colour each."""
+    folder = tmp_path_factory.mktemp("vision")
+    base = tiny_vision("smolvlm", folder / "base")
+    rows = list[dict[str, Any]]()
+    for number in range(4):
+        image_file(folder / f"{number}.png", color=(60 * number, 9, 9), size=(32, 32))
+        rows.append({"prompt": "what?", "image": f"{number}.png"})
+    data = str(write_rows(folder / "rows.jsonl", rows))
+    task = {"name": "rows", "data": data, "eval_data": data}
+    reward = {"functions": [{"use": use_of(partial(letters))}]}
+    config = running.config("grpo", base, task=task, reward=reward, run={"num_steps": 1})
+    assert running.train(config, folder)[0] == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def shows(vision: Path) -> Iterator[ChatSession]:
+    with ChatSession(policy_at(str(vision), []), options=Options(device="cpu")) as session:
+        session.set_temperature(0)
+        yield session
+
+
+def test_an_image_is_in_the_next_message_alone(shows: ChatSession, vision: Path) -> None:
+    shows.show_image(str(vision.parent / "0.png"))
+    _, first = say(shows, "what?")
+    _, second = say(shows, "and now?")
+    counts = [sum(map(is_image_id, answer.prompt.tokens)) for answer in (first, second)]
+    assert counts == [4, 4]
+    assert [len(message.get("images", ())) for message in shows.messages[::2]] == [1, 0]
+
+
+def test_a_held_out_row_is_asked_with_its_image(shows: ChatSession, vision: Path) -> None:
+    """As the same picture and text that are typed."""
+    text, row = say(shows, 3)
+    shows.reset()
+    shows.show_image(str(vision.parent / "3.png"))
+    typed_text, typed_answer = say(shows, "what?")
+    assert row.prompt.tokens == typed_answer.prompt.tokens
+    assert typed_text == text
+
+
+def test_a_picture_that_cannot_be_shown_is_refused(shows: ChatSession, session: ChatSession, tmp_path: Path) -> None:
+    """There is no such file; the model reads text."""
+    with pytest.raises(ValueError, match=r"none\.png"):
+        shows.show_image(str(tmp_path / "none.png"))
+    with pytest.raises(ValueError, match="no images"):
+        session.show_image(str(image_file(tmp_path / "a.png")))
+    assert not shows.images

@@ -54,7 +54,7 @@ def announce_loading(target: str) -> None:
 def chat(
     target: Target,
     settings: list[str] | None = settings_argument(
-        "settings of task, generation, environment and reward", default=None
+        "settings of task, generation, environment, reward; model.with_images", default=None
     ),
     *,
     options: Options,
@@ -73,7 +73,7 @@ def chat(
 def serve(
     target: Target,
     settings: list[str] | None = settings_argument(
-        "settings of generation, and task.chat_template_kwargs", default=None
+        "settings of generation, task.chat_template_kwargs, model.with_images", default=None
     ),
     port: int = typer.Option(8000, min=0, max=65535, help="port to listen on; 0: any free port"),
     host: str = typer.Option("127.0.0.1", help=f"address to listen on; a non-local one requires an API key in {KEY}"),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, orientation
@@ -30,6 +30,12 @@ MOST_FETCHED = 1 << 26  # bytes of an image at an address
 FETCH_S = 60.0  # for an image at an address
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height are swapped
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # which PIL writes as PNG
+
+
+class ReadsImages(Protocol):
+    """What returns the image that a value of a row or a request is, or raises ValueError."""
+
+    def image_of(self, value: Any) -> Image: ...
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,12 @@ class ImageFiles:
         if isinstance(value, str | os.PathLike):
             return self._of_text(os.fspath(value))
         if hasattr(value, "getexif") and hasattr(value, "convert"):  # PIL, which is imported where it is needed
-            return stored(_png(value))
+            return stored(png_of(value))
         raise ValueError(f"an image is a path, an address, bytes or an object of PIL, not a {type(value).__name__}")
 
     def _of_text(self, text: str) -> Image:
         if text.startswith("data:"):
-            return stored(_data_of(text))
+            return stored(data_of_url(text))
         if is_address(text):
             if not self.fetch:
                 address = truncate(mask_url(text), 120)
@@ -90,8 +96,13 @@ def cache_folder() -> Path:
 
 def stored(content: bytes) -> Image:
     """Write an image to the cache, unless it is there, and return it. Raises ValueError for what is no image."""
+    return stored_in(cache_folder(), content)
+
+
+def stored_in(folder: Path, content: bytes) -> Image:
+    """Write an image to a folder, under its hash, as `stored` does."""
     sha256 = hashlib.sha256(content).hexdigest()
-    path = cache_folder() / sha256[:2] / sha256
+    path = folder / sha256[:2] / sha256
     if not path.is_file() or path.stat().st_size != len(content):
         _size_of(content, "the image")  # refused before it is written
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +137,7 @@ def _size_of(content: bytes, what: str) -> tuple[int, int]:
     return (height, width) if is_turned else (width, height)
 
 
-def _png(picture: Picture) -> bytes:
+def png_of(picture: Picture) -> bytes:
     """Return an object of PIL as a PNG file, upright."""
     from PIL import ImageOps
 
@@ -138,7 +149,19 @@ def _png(picture: Picture) -> bytes:
     return file.getvalue()
 
 
-def _data_of(url: str) -> bytes:
+def data_url_of(image: Image) -> str:
+    """Return an image's file as a data URL. Raises ValueError where it cannot be read."""
+    from PIL.Image import MIME
+    from PIL.Image import open as open_image
+
+    what = f"the image {truncate(image.path, 200)}"
+    with decoding(what):
+        content = Path(image.path).read_bytes()
+        kind = MIME.get(str(open_image(io.BytesIO(content)).format), "image/png")
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def data_of_url(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for one that holds no image in base64."""
     head, _, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.image_files import ImageFiles, ReadsImages, data_url_of
 from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, Image, images_of, is_entry
 from tinyrl.text import truncate
 
@@ -40,7 +40,7 @@ class Places:
     their own take in order; found: those of all places.
     """
 
-    files: ImageFiles
+    files: ReadsImages
     given: list[Image]
     tags: bool = False  # TAG is a place
     taken: int = 0
@@ -96,7 +96,7 @@ def _is_there(row: Row, name: str) -> bool:
     return row.get(name) not in (None, "", [])
 
 
-def placed_prompt(prompt: Any, row: Row, files: ImageFiles) -> Any:
+def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     """Return the prompt that a task's code made of a row with its images in place, as `with_images` has it."""
     images = [Image.of_entry(entry) for entry in row.get("images") or [] if is_entry(entry)]
     if not images and not _may_hold(prompt):
@@ -111,11 +111,24 @@ def with_parts(prompt: Any) -> Any:
     return [_message_with_parts(message) if message.get("images") else message for message in prompt]
 
 
-def _message_with_parts(message: Mapping[str, Any]) -> Row:
+def with_data_urls(prompt: Any) -> Any:
+    """Return a prompt as clients of OpenAI's chat completions send it: its images are parts with data URLs."""
+    if not images_of(prompt):
+        return prompt
+    found = list[Row]()
+    for message in prompt:
+        urls = [data_url_of(image) for image in images_of([message])]
+        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        found.append(_message_with_parts(message, parts) if parts else message)
+    return found
+
+
+def _message_with_parts(message: Mapping[str, Any], images: list[Row] | None = None) -> Row:
+    """Return a message with parts for content. images: their parts (None: the same for each, without a value)."""
     parts = list[Row]()
     for number, text in enumerate(message["content"].split(IMAGE_MARK)):
         if number > 0:
-            parts.append({"type": "image"})
+            parts.append({"type": "image"} if images is None else images[number - 1])
         if text:
             parts.append({"type": "text", "text": text})
     return {**{key: value for key, value in message.items() if key != "images"}, "content": parts}

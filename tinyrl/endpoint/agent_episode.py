@@ -5,7 +5,7 @@
                          follows is tokenised: what is trained is what was sampled. It continues one that it repeats
                          with other white space, or with the stop string that ended it
                       3. otherwise it begins a conversation of its own: edited history, another system prompt, a
-                         sub-agent
+                         sub-agent, an image behind an answer (in a row all images are in the prompt)
                       4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
                          timed out and tries again) leaves no row, and its tokens and its turn are the episode's again
     it returns        5. rewards judge its text; each conversation is a row with the episode's reward (agents.py)
@@ -29,6 +29,7 @@ from typing import Any, Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.data.images import images_of
 from tinyrl.data.messages import Message, messages_of
 from tinyrl.endpoint.dialect import ContextOverflow, Refused
 from tinyrl.environments.environment import Dialogue
@@ -316,7 +317,9 @@ class AgentEpisode:
         before = theirs[: len(ours)]
         if not ours or len(theirs) <= len(ours) or known.variables != given.variables:
             return None
-        if not all(_is_same(one, other, stops=last.request.stop) for one, other in zip(ours, before, strict=True)):
+        if not all(is_same(one, other, stops=last.request.stop) for one, other in zip(ours, before, strict=True)):
+            return None
+        if images_of(theirs[len(ours) :]):
             return None
         try:
             first = template_text(self.tokenizer, before, variables=given.variables)
@@ -345,13 +348,14 @@ def _without_stop(text: str, stops: list[str]) -> str:
     return text
 
 
-def _is_same(ours: Message, theirs: Message, *, stops: list[str]) -> bool:
-    """Return whether a message has come back: its role and calls are the same, whatever ids they have, and its text up
-    to white space; up to a stop string, too, if it is an answer.
+def is_same(ours: Message, theirs: Message, *, stops: list[str]) -> bool:
+    """Return whether a message has come back: its role, calls (whatever ids they have) and images are the same, and its
+    text up to white space; up to a stop string, too, if it is an answer.
     """
     endings = stops if ours["role"] == "assistant" else []
     same_text = bool(_readings(ours, endings) & _readings(theirs, endings))
-    return ours["role"] == theirs["role"] and _calls(ours) == _calls(theirs) and same_text
+    same_images = [one.sha256 for one in images_of([ours])] == [one.sha256 for one in images_of([theirs])]
+    return ours["role"] == theirs["role"] and _calls(ours) == _calls(theirs) and same_text and same_images
 
 
 def _readings(message: Message, endings: list[str]) -> set[str]:

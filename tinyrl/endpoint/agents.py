@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.schema import Config
+from tinyrl.data.image_rows import with_data_urls
 from tinyrl.data.readers import Row
 from tinyrl.endpoint.agent_episode import AgentEpisode
 from tinyrl.environments.agent import Agents
@@ -72,7 +73,7 @@ class AgentRunner:
         episodes = [self._begin(request, tokenizer=endpoint.tokenizer) for request in requests]
         named = {f"episode-{secrets.token_urlsafe(24)}": episode for episode in episodes}
         jobs = [
-            {"row": {"prompt": p.prompt, **p.row}, "base_url": listening.url, "api_key": key, "model": MODEL}
+            {"row": row_of(p), "base_url": listening.url, "api_key": key, "model": MODEL}
             for p, key in zip(prompts, named, strict=True)
         ]
         with endpoint.serving(named):
@@ -113,6 +114,7 @@ class AgentRunner:
         """Start the endpoint that agents call, over a scheduler of the engine."""
         from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
+        expander = engine.policy.image_expander
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
             {MODEL: "policy"},
@@ -121,6 +123,7 @@ class AgentRunner:
             episodes={},
             positions=self.positions,
             variables=self.variables,
+            expander=expander if expander is not None and expander.images else None,  # else nothing has tried it
         )
         return Listening(endpoint)
 
@@ -140,6 +143,12 @@ class AgentRunner:
         if self._listening is not None:
             self._listening.stop()
             self._listening.endpoint.scheduler.close()
+
+
+def row_of(prompt: PreparedPrompt) -> Row:
+    """Return the row that an agent gets, with its prompt, whose images an OpenAI client can send as they are."""
+    row = {"prompt": prompt.prompt, **prompt.row}
+    return {**row, "prompt": with_data_urls(row["prompt"])}
 
 
 def record_of(first: Sample, episode: AgentEpisode, *, text: str, failure: str | None) -> Episode:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from tokenizers.decoders import ByteLevel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tinyrl.data.images import without_images
 from tinyrl.endpoint.dialect import JSON, EndedChoice, ListedToken, Refused
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer
 from tinyrl.environments.tool_calls import ToolCall
@@ -23,19 +24,29 @@ from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.request import SampledRole
 from tinyrl.generation.scoring import logprobs_of_text
 from tinyrl.models.detokenizer import IncrementalDetokenizer
+from tinyrl.models.image_inputs import ImageExpander
 from tinyrl.tasks.call_forms import CallForm
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # as byte-level BPE writes them
 
 
 class AnswerWriter:
-    """Sends answers of a scheduler. models: the role behind each name; form: how the model writes calls of tools."""
+    """Sends answers of a scheduler. models: the role behind each name; form: how the model writes calls of tools;
+    expander: of images.
+    """
 
-    def __init__(self, scheduler: LiveScheduler, models: dict[str, SampledRole], form: CallForm | None) -> None:
+    def __init__(
+        self,
+        scheduler: LiveScheduler,
+        models: dict[str, SampledRole],
+        form: CallForm | None,
+        expander: ImageExpander | None,
+    ) -> None:
         self.scheduler = scheduler
         self.tokenizer = scheduler.tokenizer
         self.models = models
         self.form = form
+        self.expander = expander
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         self.is_byte_level = isinstance(getattr(backend, "decoder", None), ByteLevel)
 
@@ -111,7 +122,7 @@ class AnswerWriter:
             content = str(self.tokenizer.decode(sequence.request.prompt)) + content
         fields = JSON()
         if answer.body.return_token_ids:
-            fields = {"prompt_token_ids": sequence.request.prompt, "token_ids": sequence.tokens}
+            fields = {"prompt_token_ids": self._as_read(sequence.request.prompt), "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
             begun = answer.begun
             said, calls = self.form.read(begun + content, tools=answer.body.tools)
@@ -132,6 +143,10 @@ class AnswerWriter:
             logprobs=logprobs,
             fields=fields,
         )
+
+    def _as_read(self, prompt: list[int]) -> list[int]:
+        """Return the tokens of a prompt as the model's embedding reads them: with its placeholder in images."""
+        return prompt if self.expander is None else without_images(prompt, self.expander.placeholder)
 
     async def _logprobs(self, answer: LiveAnswer, choice: Choice) -> list[ListedToken]:
         """Return the log-probabilities of the tokens of an answer, of its prompt's where it is echoed, that were not

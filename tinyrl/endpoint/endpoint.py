@@ -1,7 +1,7 @@
 """The policy behind the protocols of OpenAI and Anthropic, for `serve` and for agents: the app and its routes.
 
     dialect.py, completions.py, responses.py, messages_api.py   what each protocol reads and writes
-    request_body.py                                             the fields of a request
+    request_body.py, request_images.py                          the fields of a request, and its images
     live_answer.py, answer_writer.py                            an answer that is being sampled, and how it is sent
 
 Requests are decoded together as they come (live.py). What a client asks for and does not get is refused by name;
@@ -45,7 +45,10 @@ from starlette.routing import Route
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.data.messages import messages_of, refuse_images, tools_of
+from tinyrl.data.image_files import stored
+from tinyrl.data.image_rows import placed_prompt
+from tinyrl.data.images import is_image_id
+from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.answer_writer import AnswerWriter
 from tinyrl.endpoint.completions import ChatCompletions, TextCompletions
@@ -53,10 +56,12 @@ from tinyrl.endpoint.dialect import JSON, ContextOverflow, Dialect, Refused
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.request_body import Body
+from tinyrl.endpoint.request_images import ImageShelf, RequestImages, refuse
 from tinyrl.endpoint.responses import Responses
 from tinyrl.generation.drawing import sample_keys
 from tinyrl.generation.live import LIVE_STEP, LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request, SampledRole
+from tinyrl.models.image_inputs import ImageExpander
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
@@ -86,7 +91,8 @@ class Endpoint:
     """A scheduler's HTTP side. models: the role behind each name; key: what clients must bring (None: nothing);
     defaults: temperature, top_p, top_k and max_new_tokens of requests that do not say; positions: of the model;
     variables: of the chat template; episodes: of agents, by the key that they bring (None: no agents). form: how the
-    model writes calls of tools (None: its template shows it none, or they cannot be read).
+    model writes calls of tools (None: its template shows it none, or they cannot be read). expander: of images (None:
+    the model reads text).
     """
 
     def __init__(
@@ -100,12 +106,16 @@ class Endpoint:
         key: str | None = None,
         hosts: list[str] | None = None,
         episodes: dict[str, AgentEpisode] | None = None,
+        expander: ImageExpander | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.models = models
         self.defaults = defaults
         self.key = key
         self.tokenizer = scheduler.tokenizer
+        self.expander = expander
+        keeps_images = episodes is not None  # training reads them again
+        self.shelf = None if expander is None or keeps_images else ImageShelf(expander)
         self.positions = positions
         self.variables = variables
         self.episodes = episodes
@@ -125,7 +135,7 @@ class Endpoint:
             Route("/v1/models/{name:path}", self._model),
             *(Route(path, self._complete, methods=["POST"]) for path in DIALECTS),
         ]
-        self.writer = AnswerWriter(scheduler, models, self.form)
+        self.writer = AnswerWriter(scheduler, models, self.form, expander)
         handlers: Any = {
             Refused: lambda request, refused: error_response(request, refused),
             HTTPException: lambda request, error: error_response(request, unknown_path(request, error)),
@@ -148,6 +158,11 @@ class Endpoint:
                 episode.end()
             self.episodes = {}
             self.scheduler.release()
+
+    def close(self) -> None:
+        """Remove the files of clients' images."""
+        if self.shelf is not None:
+            self.shelf.close()
 
     # ---- requests ----
 
@@ -201,15 +216,18 @@ class Endpoint:
             here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"
             raise Refused(429, f"{count} completions are too many now: at most {MOST_SEQUENCES} ({here})")
         answer = LiveAnswer(body, kind(asked), is_chat=kind is not TextCompletions)
+        images = self._images()
 
         def close() -> None:
             self.num_sequences -= count
             answer.give_up()
+            if self.shelf is not None:
+                self.shelf.release(images.found)
 
         self.num_sequences += count
         stream = None
         try:
-            await self._submit(answer, await self._prompts(answer, episode), episode, request)
+            await self._submit(answer, await self._prompts(answer, images, episode), episode, request)
             if body.stream:
                 stream = Stream(self.writer.lines(answer), close)
                 return stream
@@ -243,28 +261,44 @@ class Endpoint:
             raise Refused(400, "the request is JSON that is not an object")
         return asked
 
-    async def _prompts(self, answer: LiveAnswer, episode: AgentEpisode | None) -> list[list[int]]:
+    def _images(self) -> RequestImages:
+        """Return what reads the images of a request."""
+        if self.expander is None:
+            return RequestImages(refuse)
+        return RequestImages(stored if self.shelf is None else self.shelf.hold)
+
+    async def _prompts(
+        self, answer: LiveAnswer, images: RequestImages, episode: AgentEpisode | None
+    ) -> list[list[int]]:
         """Return the tokens of a request's prompts. Raises Refused for those that the model cannot read."""
-        body = answer.body
-        for given in [body.messages, body.tools] if answer.is_chat else body.prompts:
-            characters = count_characters(given)
-            if characters > self.most_characters:
-                raise ContextOverflow(f"{characters:,} characters", positions=self.positions)
         try:
-            prompts = await (self._chat(answer, episode) if answer.is_chat else self._text(answer))
+            if answer.is_chat:
+                prompts = await self._chat(answer, images, episode)
+            else:
+                prompts = await self._text(answer)
         except ValueError as error:
             raise Refused(400, str(error)) from None
         size = self.scheduler.vocabulary
         for prompt in prompts:
-            if not prompt or min(prompt) < 0 or max(prompt) >= size:
+            tokens = [token for token in prompt if not (answer.is_chat and is_image_id(token))]
+            if not tokens or min(tokens) < 0 or max(tokens) >= size:
                 raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
             if len(prompt) >= self.positions and episode is None:
                 raise ContextOverflow(f"{len(prompt)} tokens", positions=self.positions)
         return prompts
 
-    async def _chat(self, answer: LiveAnswer, episode: AgentEpisode | None) -> list[list[int]]:
+    def _check_characters(self, *given: Any) -> None:
+        """Raise ContextOverflow for texts that have more characters than the model's positions can hold."""
+        for each in given:
+            characters = count_characters(each)
+            if characters > self.most_characters:
+                raise ContextOverflow(f"{characters:,} characters", positions=self.positions)
+
+    async def _chat(self, answer: LiveAnswer, images: RequestImages, episode: AgentEpisode | None) -> list[list[int]]:
         """Render the prompt of a chat. Raises ValueError if that cannot be done."""
         body = answer.body
+        given = await run_sync(placed_prompt, body.messages, {}, images)
+        self._check_characters(texts_of(given), body.tools)
         if not self.tokenizer.chat_template:
             raise ValueError("this model has no chat template; it continues text: /v1/completions")
         tools = tools_of(body.tools) if body.tool_choice != "none" else None
@@ -276,8 +310,7 @@ class Endpoint:
             if name in OWN_VARIABLES or name.endswith("_token"):
                 raise ValueError(f"chat_template_kwargs: {truncate(name)} is the server's own, not a client's")
         variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        messages = messages_of(body.messages, "messages")
-        refuse_images(messages, "this endpoint")
+        messages = messages_of(given, "messages")
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
         answer.given = ClientInput(messages, variables)
         answer.text = open_thinking(self.tokenizer, rendered.opened)  # the client has the message that it began itself
@@ -288,6 +321,7 @@ class Endpoint:
     async def _text(self, answer: LiveAnswer) -> list[list[int]]:
         """Encode the prompts of a request that is not a chat. Raises ValueError if that cannot be done."""
         body = answer.body
+        self._check_characters(*body.prompts)
         if not body.prompts:
             raise ValueError("the prompt is empty")
         if body.echo and body.stream:
@@ -302,7 +336,7 @@ class Endpoint:
         """Render and tokenise prompts in a thread, a slice at a time; the end of the server does not wait for it."""
 
         def render(part: list[Any]) -> list[Rendered]:
-            return [render_prompt(self.tokenizer, prompt, **options) for prompt in part]
+            return [render_prompt(self.tokenizer, prompt, **options, images=self.expander) for prompt in part]
 
         found = list[Rendered]()
         for start in range(0, len(prompts), SLICE):
@@ -401,6 +435,17 @@ def give_up_call(task: asyncio.Future[Call | None]) -> None:
     call = None if task.cancelled() or task.exception() else task.result()
     if call is not None:
         call.give_up()
+
+
+def texts_of(messages: Any) -> Any:
+    """Return messages without the entries of their images, whose paths and hashes are not for the model."""
+    if not isinstance(messages, list):
+        return messages
+    found = list[Any]()
+    for message in messages:
+        is_object = isinstance(message, dict)
+        found.append({key: value for key, value in message.items() if key != "images"} if is_object else message)
+    return found
 
 
 def count_characters(value: Any) -> int:

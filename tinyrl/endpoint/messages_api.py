@@ -3,8 +3,8 @@
 The JSON is that of `anthropic.types`, by which tests/endpoint/test_dialects.py checks every answer and event; a
 server needs no package for it.
 
-Less than the original: content is text, calls of tools and their results; thoughts are text; nothing is cached for a
-client (cache_control is ignored).
+Less than the original: content is text, images in base64, calls of tools and their results; thoughts are text; nothing
+is cached for a client (cache_control is ignored).
 """
 
 from __future__ import annotations
@@ -186,13 +186,29 @@ def _others(role: str, blocks: list[Any]) -> list[JSON]:
     """Return the messages of a user's blocks: one for all text that stands together, one for each result."""
     messages = list[JSON]()
     for block in blocks:
-        if _kind(block, known=("text", "tool_result")) == "tool_result":
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": block.get("content")})
+        if _kind(block, known=("text", "image", "tool_result")) == "tool_result":
+            content = block.get("content")
+            shown = [*map(_shown, content)] if isinstance(content, list) else content
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": shown})
         elif messages and messages[-1]["role"] == role:
-            messages[-1]["content"].append(block)
+            messages[-1]["content"].append(_shown(block))
         else:
-            messages.append({"role": role, "content": [block]})
+            messages.append({"role": role, "content": [_shown(block)]})
     return messages or [{"role": role, "content": ""}]
+
+
+def _shown(block: Any) -> Any:
+    """Return a block of an image as the part of chat completions; others as they are. Raises Refused for a source that
+    is neither base64 nor an address.
+    """
+    if not isinstance(block, dict) or block.get("type") != "image":
+        return block
+    source = block.get("source")
+    if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
+        raise Refused(400, f"messages has an image whose source is {truncate(repr(source), 60)}; read is base64")
+    is_address = source["type"] == "url"
+    url = source.get("url") if is_address else f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tools(tools: Any) -> Any:

@@ -34,8 +34,9 @@ JUDGES = ("reward", "reward.functions", "reward.model")  # settings that replace
 A_JUDGE = "a task (--task NAME) or a reward (reward.model=PATH, 'reward.functions=[{use: FILE.py:FUNCTION}]')"
 ROWS = ("data", "eval_data", "revision", "columns", "max_samples")  # task settings that say which rows there are
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
-CHAT = ("task", "environment", "reward", "generation.stop", *(f"generation.{name}" for name in SAMPLING))
-SERVE = ("task.chat_template_kwargs", "generation.engine", *(f"generation.{name}" for name in SAMPLING))
+TOWER = "model.with_images"  # of a model: a run has been trained with a tower or without one
+CHAT = ("task", "environment", "reward", TOWER, "generation.stop", *(f"generation.{name}" for name in SAMPLING))
+SERVE = ("task.chat_template_kwargs", TOWER, "generation.engine", *(f"generation.{name}" for name in SAMPLING))
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) 
             raise ValueError(f"{path} is neither a run nor a model.{meant}")
         config = _of_model(path)
     else:
+        if any(setting.partition("=")[0] == TOWER for setting in settings):
+            raise ValueError(f"{TOWER} is for a model: the weights of a run are of the class that it was trained as")
         config = open_run(run).read_config()
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")

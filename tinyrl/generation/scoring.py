@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tinyrl.generation.request import SampledRole
+from tinyrl.models.batch import batch_of, examples, library_states
 from tinyrl.models.device import HALVES
 from tinyrl.models.logprobs import head_of
 from tinyrl.models.policy import Policy
@@ -23,10 +24,11 @@ def logprobs_of_text(
     """
     logprobs = list[float | None]([None])
     places = list[list[tuple[int, float]]]([[]])
-    ids = torch.tensor([tokens], device=policy.device)
+    batch = batch_of(examples([tokens], [[]]), device=policy.device, images=policy.images)
+    ids = batch.input_ids
     half = policy.dtype in HALVES
     with policy.acting(role) as model, torch.autocast(policy.device.type, dtype=policy.dtype, enabled=half):
-        states = backbone_of(model)(input_ids=ids).last_hidden_state[0]
+        states = library_states(backbone_of(model), batch)
         for part, following in zip(states[:-1].split(SCORED), ids[0, 1:].split(SCORED), strict=True):
             log_p = (head_of(model).logits(part).float() / temperature).log_softmax(-1).clamp_min(LEAST)
             logprobs += log_p.gather(1, following.unsqueeze(1)).squeeze(1).tolist()

@@ -14,16 +14,22 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
+from PIL.Image import new as new_image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from tinyrl.data.image_files import png_of, stored_in
 from tinyrl.data.images import FIRST_IMAGE_ID, Image, image_ids, is_image_id, key_of_id, opened, place_of_id
 from tinyrl.models.batch import RowPositions
 from tinyrl.models.device import to_device
@@ -52,7 +58,7 @@ class ImageExpander:
     """Puts images into rendered prompts: tokens with an id of its own for each place of an image.
 
     placeholder: the token at which the model puts a feature; mark: the text of an image in a rendered prompt. It knows
-    every image that it has put into a prompt.
+    every image that it has put into a prompt, until it is to `forget` it. Threads may share it.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class ImageExpander:
         self.mark = str(self.processor.image_token)
         self.images = dict[int, Image]()
         self._expansions = dict[int, Processed]()  # without pixels
+        self._processing = threading.Lock()  # a processor changes its tokenizer at every call
 
     def process(self, image: Image) -> Processed:
         """Run the processor on an image. Raises ValueError, naming the file, where it cannot be read, or the processor
@@ -72,14 +79,15 @@ class ImageExpander:
         """
         picture = within(opened(image), self.max_pixels)
         try:
-            processed = self.processor(
-                images=[picture],
-                text=[self.mark],
-                **self._tiles(),
-                return_text_replacement_offsets=True,
-                return_tensors="pt",
-                add_special_tokens=False,
-            )
+            with self._processing:
+                processed = self.processor(
+                    images=[picture],
+                    text=[self.mark],
+                    **self._tiles(),
+                    return_text_replacement_offsets=True,
+                    return_tensors="pt",
+                    add_special_tokens=False,
+                )
         except ValueError as error:
             size = " x ".join(map(str, picture.size))
             what = f"the image {truncate(image.path, 200)} ({size} pixels)"
@@ -112,6 +120,22 @@ class ImageExpander:
             done = self.process(image)
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
         return self._expansions[image.key]
+
+    def forget(self, image: Image) -> None:
+        """Drop an image that no prompt has any more."""
+        self.images.pop(image.key, None)
+        self._expansions.pop(image.key, None)
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Know a small picture inside, for trials of a model that no prompt has shown an image yet."""
+        with TemporaryDirectory() as folder:
+            image = stored_in(Path(folder), png_of(new_image("RGB", (64, 48), "teal")))
+            self.expansion(image)
+            try:
+                yield
+            finally:
+                self.forget(image)
 
     def tokens_of(self, image: Image) -> list[int]:
         """Return the tokens of an image alone."""

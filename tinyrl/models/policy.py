@@ -346,6 +346,18 @@ class Policy:
                 check_images(images, backbone)
                 self.packs = self.packs and packs_images_exactly(backbone, images)
 
+    @contextmanager
+    def trying_images(self) -> Iterator[None]:
+        """Try a small picture, which trials inside read too: for a policy that has not been shown an image. Nothing is
+        done for a model of text. Raises ValueError as `try_images` does.
+        """
+        if self.images is None:
+            yield
+            return
+        with self.images.expander.trying():
+            self.try_images()
+            yield
+
     @property
     def image_expander(self) -> ImageExpander | None:
         """Return what puts images into prompts, for a model that reads them."""

@@ -128,8 +128,6 @@ def _blind_settings(config: Config) -> Iterator[Refusal]:
     if not config.samples:
         return
     reward = config.reward
-    if config.environment.agent is not None:
-        yield Refusal(("environment.agent", "task.data"), f"{images} environment.agent is not shown")
     if any(function.is_judge for function in reward.functions):
         yield Refusal(("reward.functions", "task.data"), f"{images} a judge is not shown")
     if reward.model is not None and not is_reward_adapter(reward.model):

@@ -11,9 +11,12 @@ import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of, refuse_images
+from tinyrl.data.image_files import ImageFiles
+from tinyrl.data.images import IMAGE_MARK, Image, images_of
+from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engine import SamplingEngine
@@ -38,12 +41,17 @@ from tinyrl.workers.foreign_code import tell_code
 
 CHAT_STEP = 1 << 41  # the step in the key of a chat's samples: no training step or evaluation reaches it
 HELP = """/temperature T   set the sampling temperature (0 = greedy)
+/image FILE      show a picture in the next message
 /reward          show the reward of the last answer
 /prompt I        ask the prompt of held-out row I, with its columns
 /reset           clear the conversation
 /help, /quit
 """
 ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
+NO_IMAGES = (
+    "this model reads no images; a run that was trained on images does, and a model with a vision tower and a chat "
+    "template by model.with_images=true"
+)
 HOTTEST = 100  # as generation.temperature has it
 Number = TypeVar("Number", int, float)
 OnText = Callable[[Literal["prompt", "policy", "environment"], str], None]
@@ -66,7 +74,7 @@ class ChatSession:
     """A loaded policy and its conversation; `close` ends the processes of rewards and of the environment.
 
     answer: the last one; messages: the conversation so far, if the model has a chat template (without one each prompt
-    stands alone). Raises ValueError for what a user can fix.
+    stands alone); images: of the next message. Raises ValueError for what a user can fix.
     """
 
     def __init__(self, target: Target, *, options: Options) -> None:
@@ -90,13 +98,15 @@ class ChatSession:
         stop = [*generation.stop, *(self.runner.environment.stop if self.runner else ())]
         settings = generation.model_copy(update={"engine": "hf", "stop": stop, "max_rows": None})
         positions = self.policy.positions
-        engine, _ = select_engine(settings, self.policy, self.policy.tokenizer, longest=positions)
+        with self.policy.trying_images():
+            engine, _ = select_engine(settings, self.policy, self.policy.tokenizer, longest=positions)
         self.engine: SamplingEngine = engine.with_settings(settings, look_every=1)  # tokens come one by one
         self.chats = in_chat(self.policy.tokenizer, config.task.chat)
         self.greedy = False
         self.turn = 0
         self.scorer: Scorer | None = None
         self.messages: list[Message] = []
+        self.images: list[Image] = []
         self.answer: ChatAnswer | None = None
 
     def __enter__(self) -> Self:
@@ -115,7 +125,16 @@ class ChatSession:
     def reset(self) -> None:
         """Forget the conversation."""
         self.messages = []
+        self.images = []
         self.answer = None
+
+    def show_image(self, path: str) -> None:
+        """Show an image file in the next message. Raises ValueError where it cannot be read or shown."""
+        if self.policy.image_expander is None or not self.chats:
+            raise ValueError(NO_IMAGES)
+        image = ImageFiles(base=Path.cwd()).image_of(Path(path))
+        self.policy.image_expander.tokens_of(image)  # damaged pixels are found now
+        self.images.append(image)
 
     def set_temperature(self, temperature: float) -> None:
         """Set the sampling temperature; 0: greedy. Raises ValueError for one that is not in 0 to HOTTEST."""
@@ -131,9 +150,9 @@ class ChatSession:
         `on_text` gets that prompt, then the pieces as they come. A stop raises Interrupted.
         """
         chats = self.chats and isinstance(asked, str)
-        prompt = self._prepare([*self.messages, {"role": "user", "content": asked}] if chats else asked)
+        prompt = self._prepare([*self.messages, self._message(str(asked))] if chats else asked)
         if isinstance(asked, int):
-            on_text("prompt", str(as_messages(prompt.prompt)[-1]["content"]))
+            on_text("prompt", str(as_messages(prompt.prompt)[-1]["content"]).replace(IMAGE_MARK, "(image) "))
         self.answer = answer = self._answer(prompt, on_text)
         if self.chats and not isinstance(prompt.prompt, str):
             added: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]
@@ -141,8 +160,17 @@ class ChatSession:
                 role = self.runner.observations.role
                 added = [{**m, "role": role} if m["role"] == "tool" else m for m in answer.episode.transcript]
             self.messages = [*prompt.prompt, *added]
+            self.images = [] if isinstance(asked, str) else self.images
         self.turn += 1
         return answer
+
+    def _message(self, asked: str) -> Message:
+        """Return a message of the user's with the images that wait for it in front of its text."""
+        if not self.images:
+            return {"role": "user", "content": asked}
+        text = asked.replace(IMAGE_MARK, "")  # which would stand for an image
+        entries = [image.entry for image in self.images]
+        return {"role": "user", "content": IMAGE_MARK * len(entries) + text, "images": entries}
 
     def rewards(self) -> tuple[dict[str, float], str | None]:
         """Score the last answer: the weighted sum and each reward, and why there is none. Raises ValueError without an
@@ -188,7 +216,9 @@ class ChatSession:
         elif runner is not None and (columns := runner.environment.needed_columns):
             reads = ", ".join(f"`{name}`" for name in columns)
             raise ValueError(f"the environment reads columns of a row ({reads}): ask a held-out one, /prompt I")
-        refuse_images(as_messages(prompt_of(task.prompt(row))), "a chat")
+        expander = self.policy.image_expander
+        if expander is None and images_of(prompt_of(task.prompt(row))):
+            raise ValueError(NO_IMAGES)
         [prompt] = prepare_prompts(
             task,
             [row],
@@ -199,6 +229,7 @@ class ChatSession:
             limit=NO_LIMIT,
             on_overlong_prompt="error",
             openings=openings,
+            images=expander,
         )
         check_ids([prompt.tokens], self.policy.tokenizer, self.policy.causal)
         return replace(prompt, index=index)
@@ -274,6 +305,11 @@ def _obey(session: ChatSession, line: str) -> None:
     command, _, rest = line.partition(" ")
     if command == "/temperature":
         session.set_temperature(_typed(float, rest, usage="/temperature T, a number such as 0.7; 0 is greedy"))
+    elif command == "/image":
+        if not rest.strip():
+            raise ValueError("type /image FILE")
+        session.show_image(rest.strip())
+        print(f"{len(session.images)} in the next message")
     elif command == "/reset":
         session.reset()
     elif command == "/reward":

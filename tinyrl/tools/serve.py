@@ -80,24 +80,27 @@ def served(
     resolve_threads(policy)
     local = "auto" if generation.engine == "server" else generation.engine
     settings = generation.model_copy(update={"engine": local, "stop": [], "max_rows": max_rows})
-    engine, why = select_engine(settings, policy, policy.tokenizer, longest=policy.positions)
+    with policy.trying_images():
+        engine, why = select_engine(settings, policy, policy.tokenizer, longest=policy.positions)
     print(f"engine {engine.name}: {why}", flush=True)
     names = names_of(target)
     policy.tokenizer.name_or_path = next(iter(names))  # errors of its template go to clients, not the folder's place
     scheduler = LiveScheduler(engine, max_rows=max_rows)
+    endpoint = Endpoint(
+        scheduler,
+        names,
+        defaults=generation,
+        positions=policy.positions,
+        variables=config.task.chat_template_kwargs,
+        key=key,
+        hosts=hosts,
+        expander=policy.image_expander,
+    )
     try:
-        endpoint = Endpoint(
-            scheduler,
-            names,
-            defaults=generation,
-            positions=policy.positions,
-            variables=config.task.chat_template_kwargs,
-            key=key,
-            hosts=hosts,
-        )
         yield endpoint
     finally:
         scheduler.close()
+        endpoint.close()
 
 
 def serve(target: Target, bound: socket.socket, *, key: str | None, options: Options, max_rows: int) -> None:

@@ -43,7 +43,9 @@ def test_page_holds_outcome_charts_samples_and_settings_and_loads_nothing(grpo: 
     shown = ("sort: qwhzkalmbc =", "abchklmqw", "abchklmqwz", "Before: step 0", "After: step 60", "grpo.group_size")
     assert [text for text in shown if text not in reader.text] == []
     policies = [attributes["content"] for _, attributes in reader.tags if "http-equiv" in attributes]
-    assert policies == ["default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"]
+    assert policies == [
+        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    ]
     assert not [text for text in ("http:", "https:", "@import", "<script") if text in html]
     ids = re.findall(r'\bid="([^"]*)"', html)
     assert len(ids) == len(set(ids))

@@ -6,6 +6,7 @@ content security policy is a second defence: under it a browser runs no script a
 
     panels.py                the one sentence, the key figures, and which charts there are, as plain data
     charts.py                drawing them with matplotlib: inline SVG for the page, one PNG
+    thumbnails.py            small pictures of the images in prompts
     page.html and page.css   the page (jinja2)
 """
 
@@ -30,6 +31,7 @@ from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
 from tinyrl.tools.report.panels import Panel, RunGroup, cells, group_runs, overlaid, panels_of
+from tinyrl.tools.report.thumbnails import Thumbnails
 
 MOST_PROMPTS = 8
 MOST_STEPS = 16  # that can be chosen
@@ -96,6 +98,7 @@ def page_html(charts: list[Any], **values: Any) -> str:
     environment.filters |= {"show": typeset_number, "seconds": format_seconds, "count": "{:,}".format}
     environment.filters |= {"subtitle": figures.subtitle, "outcome": figures.outcome, "meaning": meaning_of}
     environment.filters["first_to_last"] = figures.first_to_last
+    environment.filters["thumbnails"] = Thumbnails()
     roles = {line.role for panel, *_ in charts for line in panel.lines}
     return environment.get_template("page.html").render(version=__version__, charts=charts, roles=roles, **values)
 
