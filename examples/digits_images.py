@@ -108,7 +108,7 @@ def make_model(tokenizer: Any) -> Any:
         vision_config={**shape, "num_attention_heads": 4, "image_size": SIDE, "patch_size": PATCH},  # pyright: ignore[reportArgumentType]
         scale_factor=POOLED,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportCallIssue]
     )
     return AutoModelForImageTextToText.from_config(config)
 
