@@ -4,7 +4,7 @@
     python examples/digits_images.py digits          # rows, pictures and model, written into a folder
 
 The pictures are scikit-learn's 1,797 digits of 8 x 8, scaled up to 32 x 32, so that a patch of the tower sees strokes.
-The model has SmolVLM's shape and 280k parameters. All of it, tower too, is trained here by plain transformers on labels
+The model has SmolVLM's shape and 423k parameters. All of it, tower too, is trained here by plain transformers on labels
 of which half were redrawn: it has seen what digits look like, but its samples are as noisy as its labels were. That is
 what reinforcement learning can mend, with the tower frozen. rows.jsonl and eval.jsonl have the true labels;
 blind.jsonl and blind.eval.jsonl are the same rows without their pictures, from which nothing can be learnt.
