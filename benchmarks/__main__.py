@@ -3,6 +3,7 @@
     python -m benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
     python -m benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
+    python -m benchmarks images   --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 6] [--micro-batches 16 64]
     python -m benchmarks learning --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 60]
     python -m benchmarks real     --peer-python TRL_VENV/bin/python --ppo-peer-python TRL_1_12_VENV/bin/python
     python -m benchmarks long     --peer-python TRL_VENV/bin/python --real-model DIR [--lengths 2048 4096 8192]
@@ -59,6 +60,11 @@ def parser() -> argparse.ArgumentParser:
     _beside_a_peer(one, pairs="processes of each side")
     _sizes(one, ["s"])
     _steps(one, steps=6, threads=2)
+    _micro_batches(one)
+
+    one = commands.add_parser("images", help="GRPO on prompts with pictures beside TRL")
+    _beside_a_peer(one, pairs="processes of each side")
+    _steps(one, steps=6, threads=1)
     _micro_batches(one)
 
     one = commands.add_parser("learning", help="learning curves of both sides on the embedded model")

@@ -45,6 +45,24 @@ def _status(field: str) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
 
 
+@contextmanager
+def tower_images() -> Iterator[list[None]]:
+    """Add an element for each image that goes through SmolVLM's vision tower."""
+    from transformers.models.smolvlm.modeling_smolvlm import SmolVLMModel
+
+    original, images = SmolVLMModel.get_image_features, list[None]()
+
+    def counted(self: Any, pixel_values: Any, *args: Any, **kwargs: Any) -> Any:
+        images.extend([None] * (pixel_values.shape[0] * pixel_values.shape[1]))
+        return original(self, pixel_values, *args, **kwargs)
+
+    SmolVLMModel.get_image_features = counted
+    try:
+        yield images
+    finally:
+        SmolVLMModel.get_image_features = original
+
+
 class Steps:
     """Seconds between the ends of successive steps, and of the phases within each; the first step is warm-up.
 

@@ -122,7 +122,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     imports, run, method = measuring.resident_mb(), Path(settings["folder"]) / "run", settings["recipe"]["method"]
     command = ["train", method, str(write(settings)), *settings["overrides"]]
     where = ["--output-dir", str(run.parent), "--name", run.name, "--device", settings.get("device", "cpu")]
-    with watched(settings.get("gradients")) as steps, completions_of(settings):
+    counting = measuring.tower_images() if "images" in settings else nullcontext([])
+    with watched(settings.get("gradients")) as steps, completions_of(settings), counting as images:
         code = app([*command, *where], standalone_mode=False)
     if code:
         raise SystemExit(f"tinyrl ended with exit code {code}")
@@ -141,6 +142,7 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
         "peak_mb": measuring.peak_mb(),
         "peak_gb": mean_of(lines[1:], "memory/peak_gb"),
         "gap": mean_of(lines[1:], "policy/sampling_gap"),
+        "tower_images": len(images),
     }
 
 

@@ -1,7 +1,12 @@
-"""examples/sentiment.sh: each command runs, with two steps of training, and the last prints one table."""
+"""examples/sentiment.sh and digits_images.sh: each command runs, with few steps of training, and the last prints one
+table.
+"""
 
+import importlib.util
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,14 +14,14 @@ import pytest
 from examples.embedded_models import reviews
 from tinyrl.cli.commands import app
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "sentiment.sh"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 SHORT = ["run.num_steps=2", "run.eval_prompts=8", "run.threads=1"]
 
 
-def commands() -> list[list[str]]:
+def commands(script: str) -> list[list[str]]:
     """Return the script's commands, as words."""
-    lines = SCRIPT.read_text(encoding="utf-8").splitlines()
-    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python -m examples."))]
+    lines = (EXAMPLES / script).read_text(encoding="utf-8").splitlines()
+    return [shlex.split(line, comments=True) for line in lines if line.startswith(("tinyrl ", "python "))]
 
 
 @pytest.mark.slow
@@ -25,7 +30,7 @@ def test_the_chain_runs_from_text_to_a_table(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reviews, "FILES", (("", "train", 64), (".eval", "eval", 16)))
-    first, *others = commands()
+    first, *others = commands("sentiment.sh")
     assert first == ["python", "-m", "examples.embedded_models.reviews", "data"]
     reviews.write(Path("data"))
     *training, compare = [words[1:] for words in others]
@@ -40,4 +45,27 @@ def test_the_chain_runs_from_text_to_a_table(
     names = [row["target"].split("/")[0] for row in rows]
     assert names == [f"sentiment-{name}" for name in ("sft", "dpo", "ppo", "a2c", "grpo", "rloo")]
     assert all(0 <= row["win_rate"]["mean"] <= 1 for row in rows[1:])
+    assert all(row["num_prompts"] == 6 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")
+def test_the_digits_run_from_pictures_to_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *others = commands("digits_images.sh")
+    assert first == ["python", "examples/digits_images.py", "digits"]
+    script = str(EXAMPLES / "digits_images.py")
+    subprocess.run([sys.executable, script, "digits", "--num-steps", "2"], check=True, capture_output=True)
+    *training, compare = [words[1:] for words in others]
+    assert [words[:2] for words in training] == [["train", "sft"], ["train", "grpo"], ["train", "grpo"]]
+    few = {"sft": ["sft.batch_size=4"], "grpo": ["grpo.num_prompts=2", "grpo.group_size=2"]}
+    for words in training:
+        given = [*words, *SHORT, *few[words[1]], "--device", "cpu"]
+        assert app(given, standalone_mode=False) in (0, None), words
+    capsys.readouterr()
+    app([*compare, "--num-prompts", "6", "--json", "--device", "cpu"], standalone_mode=False)
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["target"].split("/")[0] for row in rows[1:]] == ["digits-sft", "digits-grpo"]
     assert all(row["num_prompts"] == 6 for row in rows)

@@ -12,13 +12,13 @@ def _no_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TINYRL_REAL_MODEL", raising=False)
 
 
-@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "learning", "real"])
+@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "images", "learning", "real"])
 def test_a_comparison_needs_a_peer(what: str):
     with pytest.raises(SystemExit):
         parse([what])
 
 
-@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "learning"])
+@pytest.mark.parametrize("what", ["grpo", "ppo", "text", "images", "learning"])
 def test_a_comparison_with_its_peer_is_not_refused(what: str):
     assert problem(parse([what, *BESIDE_A_PEER])) is None
 
