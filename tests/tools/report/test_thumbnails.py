@@ -28,7 +28,7 @@ def sources(folder: Path, images: list[Any]) -> list[str]:
     """The addresses of pictures on the page of a run whose held-out prompt has these images."""
     samples = [sample(1, 0, "what?", "a dog", 1.0, images=images)]
     html = page(write_run(folder, [{"step": 1, "reward/mean": 1.0}], samples=samples))
-    return [attributes["src"] for tag, attributes in PageReader(html).tags if tag == "img"]
+    return [str(attributes["src"]) for tag, attributes in PageReader(html).tags if tag == "img"]
 
 
 def test_a_prompt_s_image_is_inside_the_page(tmp_path: Path) -> None:
