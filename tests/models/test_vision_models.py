@@ -225,6 +225,12 @@ def test_a_model_without_a_tower_is_refused_by_its_type(tiny: TinyModels) -> Non
         policy_at(tiny("llama"))
 
 
+def test_rows_of_text_on_a_model_without_a_text_class_are_told_what_to_set(folders: Any) -> None:
+    with pytest.raises(ValueError, match=r"model\.with_images=true"):
+        policy_at(folders("smolvlm"), with_images=None)
+    assert policy_at(folders("smolvlm")).images is not None
+
+
 def test_a_model_that_takes_no_features_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     """Llama 3.2 Vision, whose layers attend to what the tower sees; the folder has no weights."""
     text = {"num_hidden_layers": 1, "hidden_size": 32, "cross_attention_layers": []}

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.tiny_vision import FAMILIES, tiny_vision
 from tests.training.rows import loaded, write_rows
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked
+from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.processors import load_processor
@@ -98,6 +100,24 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_equal(
     mine, its = running.weights(whole, 3), running.weights(stopped, 3)
     assert mine.keys() == its.keys()
     assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ORDER)
+def test_sampled_log_probabilities_are_those_of_a_training_pass(folders: Any, family: str, tmp_path: Path) -> None:
+    with closing(loaded(settings(folders(family), tmp_path, num_steps=1))) as method:
+        method.check()
+        samples = method.collector.collect(method.collector.train_prompts[:3], group_size=2, step=1, greedy=False)
+        sides = [[sample.prompt for sample in samples], [sample.response for sample in samples]]
+        batch = batch_of(examples(*sides), device=method.policy.device, images=method.policy.images)
+        with torch.no_grad():
+            rescored, _ = method.policy.logprobs("policy", batch, temperature=1.0)
+    for row, sample in zip(rescored, samples, strict=True):
+        torch.testing.assert_close(row[: len(sample.logprobs)], torch.tensor(sample.logprobs), atol=1e-4, rtol=0)
+
+
+def test_the_divergence_from_the_reference_begins_at_zero(runs: Any) -> None:
+    assert running.metrics(runs("smolvlm", False))[0]["eval/kl"] == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.wide

@@ -29,6 +29,7 @@ from tinyrl.models.device import Device
 from tinyrl.models.image_inputs import ImageExpander, ImageInputs
 from tinyrl.models.loading import (
     NoHead,
+    check_has_tower,
     check_vocabulary,
     load_causal_lm,
     load_image_text_model,
@@ -100,7 +101,8 @@ def build_policy(
 
 
 def _load_processor(config: Config, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Load the processor of the policy's base. Raises ValueError where there is none."""
+    """Load the processor of the policy's base. Raises ValueError where there is none, or the base has no tower."""
+    check_has_tower(load_model_config(config.model.path, revision=config.model.revision))
     return load_processor(config.model.path, tokenizer=tokenizer, revision=config.model.revision)
 
 

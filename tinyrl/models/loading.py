@@ -37,7 +37,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
@@ -309,6 +309,12 @@ def load_causal_lm(
     return _load(path, AutoModelForCausalLM, what=what, random_init=random_init, revision=revision, options=options)
 
 
+def check_has_tower(config: PretrainedConfig) -> None:
+    """Raise ValueError for the configuration of a model that reads no images."""
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ValueError(f"{config.model_type} has no vision tower that transformers knows")
+
+
 def load_image_text_model(
     path: str,
     *,
@@ -324,8 +330,7 @@ def load_image_text_model(
     what = "a vision-language model"
     with reading(f"cannot load {what} from {path!r} (config.json)", resolved):
         config = read_config(resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code)
-        if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-            raise ValueError(f"{config.model_type} has no vision tower that transformers knows")
+        check_has_tower(config)
         with torch.device("meta"):
             check_takes_features(AutoModelForImageTextToText.from_config(config))
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
@@ -342,6 +347,16 @@ def _load(
     options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     with reading(f"cannot load {what} from {path!r} (config.json, *.safetensors)", resolved):
         config = read_config(resolved, revision=revision, trust_remote_code=options["trust_remote_code"])
+        reads_text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+        if (
+            auto is AutoModelForCausalLM
+            and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            and not reads_text_alone
+        ):
+            raise ValueError(
+                f"transformers has no class for the language model of {config.model_type} alone; "
+                "model.with_images=true loads it with its tower, also for rows of text"
+            )
         if random_init:
             return auto.from_config(config, **options).eval()
         others = [name for name in getattr(config, "architectures", None) or () if str(name).endswith(OTHER_HEADS)]

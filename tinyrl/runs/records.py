@@ -10,12 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tinyrl.data.images import Image, is_entry
 from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
@@ -26,7 +24,6 @@ PROMPT_CHARACTERS = 500  # of samples and tokens, what a page shows
 POLICY_CHARACTERS = 900
 OTHER_CHARACTERS = 500
 MOST_MESSAGES = 16  # of an episode
-MOST_IMAGES = 4  # of a prompt
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion
 NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")  # of a token
@@ -234,7 +231,7 @@ def _shown(turn: Turn) -> ShownTurn:
 class HeldOutSample:
     """A held-out completion, cut for a page: `omitted` messages are left out in the middle.
 
-    length: characters that the policy wrote; images: of the prompt, the first MOST_IMAGES.
+    length: characters that the policy wrote; images: of the prompt, as they are recorded.
     """
 
     prompt_index: int
@@ -245,7 +242,7 @@ class HeldOutSample:
     reward: float
     finish_reason: str
     length: int
-    images: tuple[Image, ...] = ()
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,7 +272,7 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
             reward=to_float(row.get("reward")),
             finish_reason=str(row.get("finish_reason", "")),
             length=sum(len(turn.text) for turn in turns if turn.speaker == "policy"),
-            images=_images(row.get("images")),
+            images=tuple(images) if isinstance(images := row.get("images"), list) else (),
         )
         if row["step"] > newest:
             newest = row["step"]
@@ -286,17 +283,6 @@ def read_held_out(path: Path, notes: list[str]) -> HeldOut:
         if index not in firsts or sample.sample < firsts[index].sample:
             firsts[index] = sample
     return HeldOut(dict(sorted(by_step.items())), tuple(last))
-
-
-def _images(entries: Any) -> tuple[Image, ...]:
-    """Return the first images of a sample's prompt; none where what is recorded cannot be read."""
-    listed = entries if isinstance(entries, list) else []
-    found = list[Image]()
-    for entry in filter(is_entry, listed[:MOST_IMAGES]):
-        if isinstance(entry["path"], str) and isinstance(entry["sha256"], str):
-            with suppress(TypeError, ValueError):
-                found.append(Image.of_entry(entry))
-    return tuple(found)
 
 
 def read_last_tokens(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -63,5 +63,5 @@ def test_a_thumbnail_is_small_and_upright(tmp_path: Path) -> None:
 def test_thumbnails_of_a_page_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thumbnails, "MOST_THUMBNAILS", 1)
     images = tuple(image_of(image_file(tmp_path / f"{n}.png", (n, 0, 0))) for n in range(2))
-    shown = Thumbnails()((*images, images[0]))
+    shown = Thumbnails()([image.entry for image in (*images, images[0])])
     assert [one.url is not None for one in shown] == [True, False, True]

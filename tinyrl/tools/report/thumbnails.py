@@ -9,12 +9,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tinyrl.data.images import Image, opened
+from tinyrl.data.images import Image, is_entry, opened
 
 SIDE = 96  # pixels of the longer side
+MOST_IMAGES = 4  # of a prompt
 MOST_THUMBNAILS = 48  # of a page
 MOST_BYTES = 16_384  # of one
 MOST_READ = 1 << 26  # bytes of a file
@@ -34,11 +38,23 @@ class Thumbnails:
     def __init__(self) -> None:
         self._urls = dict[str, str | None]()  # by hash
 
-    def __call__(self, images: tuple[Image, ...]) -> list[Thumbnail]:
+    def __call__(self, entries: Sequence[Any]) -> list[Thumbnail]:
+        """Return those of a sample's images as they are recorded, at most MOST_IMAGES."""
+        images = images_in(entries[:MOST_IMAGES])
         for image in images:
             if image.sha256 not in self._urls and len(self._urls) < MOST_THUMBNAILS:
                 self._urls[image.sha256] = thumbnail_url(image)
         return [Thumbnail(Path(image.path).name, self._urls.get(image.sha256)) for image in images]
+
+
+def images_in(entries: Sequence[Any]) -> list[Image]:
+    """Return recorded images, without those that cannot be read."""
+    found = list[Image]()
+    for entry in filter(is_entry, entries):
+        if isinstance(entry["path"], str) and isinstance(entry["sha256"], str):
+            with suppress(TypeError, ValueError):
+                found.append(Image.of_entry(entry))
+    return found
 
 
 def thumbnail_url(image: Image) -> str | None:
