@@ -1,6 +1,7 @@
 """Speed, memory and learning beside TRL, and against the arithmetic floor. Run by hand; tables go into RESULTS.md.
 
     python -m benchmarks grpo     --peer-python TRL_VENV/bin/python [--sizes s m v] [--pairs 5] [--steps 6]
+    python -m benchmarks families --peer-python TRL_VENV/bin/python [--families qwen3 gemma3 qwen3.5 smollm3]
     python -m benchmarks ppo      --peer-python TRL_1_12_VENV/bin/python [--sizes s]
     python -m benchmarks text     --peer-python TRL_VENV/bin/python [--sizes s] [--micro-batches 16]
     python -m benchmarks images   --peer-python TRL_VENV/bin/python [--pairs 5] [--steps 6] [--micro-batches 16 64]
@@ -31,7 +32,8 @@ from pathlib import Path
 GPU_RESULTS = "gpu-results"  # ignored by git
 REAL_MODEL = "TINYRL_REAL_MODEL"
 CPU_SIZES = ("xs", "s", "m", "v", "real")
-GPU_SHAPES = ("0.5b", "1.5b", "3b", "7b")
+GPU_SHAPES = ("0.5b", "1.5b", "3b", "7b", "gemma3-1b", "qwen3.5-0.8b", "qwen3-moe")
+FAMILIES = ("qwen3", "gemma3", "qwen3.5", "smollm3")
 METHODS = ("sft", "reward", "dpo", "grpo", "ppo")
 MODULES = {"gpu": "gpu.command"}  # of commands that are not called as their module
 MOST_SEEDS = 10  # of `learning`: its t-intervals are tabulated so far
@@ -49,6 +51,11 @@ def parser() -> argparse.ArgumentParser:
     _sizes(one, ["s", "m", "v"])
     _steps(one, steps=6, threads=2)
     _micro_batches(one)
+
+    one = commands.add_parser("families", help="other families: sampling by transformers' modules, GRPO beside TRL")
+    _beside_a_peer(one, pairs="processes of each side")
+    one.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES, help="models")
+    _steps(one, steps=3, threads=1)
 
     one = commands.add_parser("ppo", help="PPO steps beside TRL 1.12")
     _beside_a_peer(one, pairs="processes of each side")

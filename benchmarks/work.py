@@ -17,7 +17,7 @@ import os
 import random
 import shutil
 from argparse import Namespace
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen2-shaped model. early_ends: completions end by themselves; tied: embedding and head are one matrix."""
+    """Sizes of a model. early_ends: completions end by themselves; tied: embedding and head are one matrix; family: the
+    library's configuration class; own: what only that family's configuration has.
+    """
 
     name: str
     hidden: int
@@ -52,20 +54,26 @@ class Shape:
     vocabulary: int
     early_ends: bool = False
     tied: bool = True
+    family: str = "Qwen2Config"
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
-        """(inputs, outputs) of each linear layer of one block: query, key, value, output, gate, up, down."""
+        """(inputs, outputs) of each linear layer of a block of Qwen2: query, key, value, output, gate, up, down."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         attention = [(self.hidden, queries), (self.hidden, keys), (self.hidden, keys), (queries, self.hidden)]
         return [*attention, *[(self.hidden, self.intermediate)] * 2, (self.intermediate, self.hidden)]
 
-    def qwen2(self) -> Any:
-        """The library's configuration of it (a Qwen2Config)."""
-        from transformers import Qwen2Config
+    def library_config(self) -> Any:
+        """The library's configuration of it."""
+        import transformers
 
-        assert self.hidden // self.heads == self.head_size, "Qwen2's heads share the hidden size"
-        return Qwen2Config(
+        own = {**self.own}
+        if self.family == "Qwen2Config":
+            assert self.hidden // self.heads == self.head_size, "Qwen2's heads share the hidden size"
+        else:
+            own["head_dim"] = self.head_size
+        return getattr(transformers, self.family)(
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             intermediate_size=self.intermediate,
@@ -77,7 +85,29 @@ class Shape:
             bos_token_id=None,
             eos_token_id=EOS,
             pad_token_id=PAD,
+            **own,
         )
+
+
+def family(name: str, config: str, **own: Any) -> Shape:
+    """A model of another family with 19 to 21 million parameters, for a CPU."""
+    sizes: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_size": 64, "vocabulary": 4096}
+    return Shape(name, 384, 8, 1536, **sizes, family=config, own=own)
+
+
+def linear_attention(heads: int, head_size: int) -> dict[str, Any]:
+    """What Qwen3.5's configuration has for its layers without a cache of keys."""
+    return {
+        "linear_num_key_heads": heads,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": head_size,
+        "linear_value_head_dim": head_size,
+    }
+
+
+def experts(number: int, *, chosen: int, size: int) -> dict[str, Any]:
+    """What Qwen3-MoE's configuration has for its experts."""
+    return {"num_experts": number, "num_experts_per_tok": chosen, "moe_intermediate_size": size, "norm_topk_prob": True}
 
 
 CPU_SHAPES = (
@@ -92,9 +122,31 @@ GPU_SHAPES = (
     Shape("1.5b", 1536, 28, 8960, heads=12, kv_heads=2, head_size=128, vocabulary=151936),
     Shape("3b", 2048, 36, 11008, heads=16, kv_heads=2, head_size=128, vocabulary=151936),
     Shape("7b", 3584, 28, 18944, heads=28, kv_heads=4, head_size=128, vocabulary=152064, tied=False),
-    Shape("tiny", 64, 2, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500),  # for a CPU
+    Shape("gemma3-1b", 1152, 26, 6912, heads=4, kv_heads=1, head_size=256, vocabulary=262144,
+          family="Gemma3TextConfig", own={"sliding_window": 512}),
+    Shape("qwen3.5-0.8b", 1024, 24, 3584, heads=8, kv_heads=2, head_size=256, vocabulary=248320,
+          family="Qwen3_5TextConfig", own=linear_attention(16, 128)),
+    # of Qwen3-30B-A3B eight of the 48 layers: 5.5 billion parameters, 11 GB
+    Shape("qwen3-moe", 2048, 8, 6144, heads=32, kv_heads=4, head_size=128, vocabulary=151936, tied=False,
+          family="Qwen3MoeConfig", own=experts(128, chosen=8, size=768)),
+    # for a CPU
+    Shape("tiny", 64, 2, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500),
+    Shape("tiny-gemma3", 64, 6, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500,
+          family="Gemma3TextConfig", own={"sliding_window": 8, "query_pre_attn_scalar": 16}),
+    Shape("tiny-qwen3.5", 64, 4, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500,
+          family="Qwen3_5TextConfig", own=linear_attention(4, 16)),
+    Shape("tiny-qwen3-moe", 64, 2, 128, heads=4, kv_heads=2, head_size=16, vocabulary=500,
+          family="Qwen3MoeConfig", own=experts(4, chosen=2, size=32)),
+)  # fmt: skip
+FAMILY_SHAPES = (
+    family("qwen3", "Qwen3Config"),
+    family("gemma3", "Gemma3TextConfig", sliding_window=64, query_pre_attn_scalar=64),
+    family("qwen3.5", "Qwen3_5TextConfig", **linear_attention(6, 64)),
+    family("smollm3", "SmolLM3Config"),
 )
-SIZES, SHAPES = ({shape.name: shape for shape in shapes} for shapes in (CPU_SHAPES, GPU_SHAPES))
+SIZES, SHAPES, FAMILIES = (
+    {shape.name: shape for shape in shapes} for shapes in (CPU_SHAPES, GPU_SHAPES, FAMILY_SHAPES)
+)
 
 
 def build(shape: Shape, folder: Path, *, device: str = "cpu") -> None:
@@ -104,13 +156,13 @@ def build(shape: Shape, folder: Path, *, device: str = "cpu") -> None:
         shutil.copytree(os.environ[REAL_MODEL], folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
         return
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from tests.tiny_models import tiny_tokenizer
 
     torch.manual_seed(0)
     with torch.device(device):
-        model: Any = Qwen2ForCausalLM(shape.qwen2())
+        model: Any = AutoModelForCausalLM.from_config(shape.library_config())
     model = model.to(torch.bfloat16 if device == "cuda" else torch.float32)
     if shape.early_ends:
         teach_ends(model)

@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Plan:
     device: str
     shape: str  # of the cells about one model
     further: tuple[str, ...]  # shapes of trainings
+    families: dict[str, float]  # shapes that the library's modules sample, with the minutes of a cell
     work: Grpo
     prompt_tokens: int
     micro_batch_tokens: tuple[int, int]  # of the peer's table; variants are measured at the second
@@ -47,6 +49,7 @@ ON_A_GPU = Plan(
     device="cuda",
     shape="0.5b",
     further=("1.5b", "3b", "7b"),
+    families={"gemma3-1b": 0.9, "qwen3.5-0.8b": 1.2, "qwen3-moe": 1.5},
     work=Grpo(num_prompts=64, group_size=8, max_new_tokens=256),
     prompt_tokens=256,
     micro_batch_tokens=(8_192, 32_768),
@@ -55,6 +58,7 @@ ON_A_CPU = Plan(
     device="cpu",
     shape="tiny",
     further=(),
+    families={"tiny-gemma3": 0.1, "tiny-qwen3.5": 0.1, "tiny-qwen3-moe": 0.1},
     work=Grpo(num_prompts=3, group_size=4, max_new_tokens=8),
     prompt_tokens=8,
     micro_batch_tokens=(48, 96),
@@ -89,7 +93,8 @@ def cells(options: Namespace) -> list[Cell]:
     """All cells in their order, those of shapes that were not asked for left out."""
     plan = plan_of(options)
     found = [*first_cells(plan, options), *second_cells(plan, options), *further_cells(plan, options)]
-    chosen = [cell for cell in found if cell.shape is None or cell.shape.name in options.shapes]
+    shapes = [*options.shapes, *plan.families] if plan is ON_A_CPU else options.shapes
+    chosen = [cell for cell in found if cell.shape is None or cell.shape.name in shapes]
     return [cell for cell in chosen if not options.only or any(word in cell.name for word in options.only)]
 
 
@@ -159,7 +164,6 @@ def second_cells(plan: Plan, options: Namespace) -> list[Cell]:
 
 def further_cells(plan: Plan, options: Namespace) -> list[Cell]:
     """What there is no answer to yet, for when the others are done."""
-    step = common(plan) | {"recipe": recipe(plan, options, method="grpo", shape=plan.shape, work=plan.work)}
     found = [tests("tests, slow half", SLOW_TESTS, minutes=2.5)]
     for engine, minutes in (
         ("fused", 0.7),
@@ -167,15 +171,62 @@ def further_cells(plan: Plan, options: Namespace) -> list[Cell]:
         ("fused without graphs", 0.8),
         ("hf without graphs", 1.2),
     ):
-        settings = {**step, "kind": "sample", "engine": engine}
-        cell_name = f"sampling {plan.shape} {engine}"
-        found.append(Cell(cell_name, "sampling", minutes, "gpu.runs", settings, SHAPES[plan.shape]))
+        found.append(sampling(plan, options, plan.shape, minutes, engine=engine))
+    for shape, minutes in plan.families.items():
+        found += family_cells(plan, options, shape, minutes)
     found += [training(plan, options, plan.shape, 2.0, method="ppo"), ppo_peer(plan, options, 4.0)]
     if "3b" in plan.further:
         found.append(training(plan, options, "3b", 2.5))
     if plan.device == "cuda":
         found += [real_model(plan, options, seed=seed) for seed in (1, 2)]
     return found
+
+
+ATTENTION_ALONE = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+
+
+def family_cells(plan: Plan, options: Namespace, shape: str, minutes: float) -> list[Cell]:
+    """Sampling from a model that no decoder of ours knows, and a step of GRPO. A model with states runs eagerly, and so
+    does LoRA on experts, which stays with the model's modules.
+    """
+    has_states = "qwen3.5" in shape
+    has_experts = "moe" in shape
+    found: list[Cell] = []
+    overrides = [ATTENTION_ALONE] if has_experts else []
+    if not has_states:
+        found.append(sampling(plan, options, shape, minutes, engine="hf", overrides=overrides))
+    found.append(sampling(plan, options, shape, minutes, engine="hf without graphs", overrides=overrides))
+    found.append(sampling(plan, options, shape, minutes, engine="plain", overrides=overrides))
+    if has_experts:
+        note = "LoRA on experts"
+        found.append(sampling(plan, options, shape, minutes, engine="hf without graphs", note=note))
+    few = replace(plan.work, num_prompts=min(16, plan.work.num_prompts))
+    step = training(plan, options, shape, 2 * minutes, work=few, more={"overrides": overrides})
+    return [*found, step]
+
+
+def sampling(
+    plan: Plan,
+    options: Namespace,
+    shape: str,
+    minutes: float,
+    *,
+    engine: str,
+    overrides: Sequence[str] = (),
+    note: str | None = None,
+) -> Cell:
+    """Calls of a sampling engine, which has graphs on a card unless its name says otherwise."""
+    settings = common(plan) | {
+        "recipe": recipe(plan, options, method="grpo", shape=shape, work=plan.work),
+        "kind": "sample",
+        "engine": engine,
+        "graphs": engine in ("fused", "hf"),
+        "overrides": [*overrides],
+    }
+    name = f"sampling {shape} {engine}"
+    if note is not None:
+        name += f", {note}"
+    return Cell(name, "sampling", minutes, "gpu.runs", settings, SHAPES[shape])
 
 
 def tests(name: str, files: tuple[str, ...], *, minutes: float) -> Cell:

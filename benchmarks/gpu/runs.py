@@ -38,37 +38,56 @@ def compare(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def sample(settings: dict[str, Any]) -> dict[str, Any]:
-    """Calls of a sampling engine: fused or hf, with graphs or without; the first call captures graphs."""
+    """Calls of a sampling engine: fused, hf or plain, with graphs or `without graphs`. The first call captures graphs.
+    All completions have the same length. An engine that the run would not choose is wrong.
+    """
     import torch
 
     from benchmarks.gpu.step import load, synchronize
     from tinyrl.generation.engines import select_engine
+    from tinyrl.generation.plain import PlainEngine
     from tinyrl.generation.request import Request
 
     name = settings["engine"]
     kind, _, without_graphs = name.partition(" ")
     section = settings["recipe"]["grpo"]
-    policy = load({**settings, "overrides": [*settings["overrides"], f"generation.engine={kind}"]})
+    is_plain = kind == "plain"
+    chosen = [] if is_plain else [f"generation.engine={kind}"]
+    policy = load({**settings, "overrides": [*settings["overrides"], *chosen]})
     generation = policy.config.generation
     longest = generation.max_prompt_tokens + generation.max_new_tokens
-    engine: Any = select_engine(generation, policy, policy.tokenizer, longest=longest, tried=longest)[0]
+    engine: Any = None
+    if is_plain:
+        engine = PlainEngine(policy, policy.tokenizer, generation)
+    else:
+        engine = select_engine(generation, policy, policy.tokenizer, longest=longest, tried=longest)[0]
+    has_graphs = getattr(engine, "by_graphs", False)
     if without_graphs:
         engine.by_graphs = False
+    wrong: dict[str, str] = {}
+    if engine.name != kind:
+        wrong[name] = f"the trial chose {engine.name}"
+    elif settings["device"] == "cuda" and settings["graphs"] and not has_graphs:
+        wrong[name] = "the trial at the start refused graphs"
+    engine = engine.without_ends(generation.max_new_tokens)
     rows = read_rows(Path(settings["recipe"]["task"]["data"]))[: section["num_prompts"]]
     ids: list[Any] = [policy.tokenizer(row["prompt"])["input_ids"] for row in rows]
     seconds = []
+    cpu = []
     tokens = []
     for number in range(settings["repeats"] + 1):
         requests = list[Request]()
         for row, prompt in enumerate(ids):
             requests += engine.requests_for(prompt, section["group_size"], row=row, seed=0, step=number)
         start = time.perf_counter()
+        cpu_start = time.process_time()
         samples = engine.sample(requests)
         synchronize()
         seconds.append(time.perf_counter() - start)
+        cpu.append(time.process_time() - cpu_start)
         tokens.append(sum(len(sample.response) for sample in samples))
     peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else measuring.peak_mb() / 1e3
-    return {"seconds": seconds[1:], "tokens": tokens[1:], "peak_gb": peak}
+    return {"seconds": seconds[1:], "cpu": cpu[1:], "tokens": tokens[1:], "peak_gb": peak, "wrong": wrong}
 
 
 def learn(settings: dict[str, Any]) -> dict[str, Any]:

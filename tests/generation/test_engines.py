@@ -197,7 +197,10 @@ def test_samples_are_those_of_a_loop_without_a_cache(tiny: TinyModels, name: str
 def test_few_rows_and_little_memory_give_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, decoder: Any
 ):
-    """Rows of the cache are halved when memory runs out, and stay within their share of it from the start."""
+    """Rows of the cache are halved when memory runs out, and stay within their share of it from the start. Qwen3.5's
+    states are added up by chunks, in another order behind other padding.
+    """
+    tolerance = 1e-4 if kind == "qwen3.5" else 1e-5
     engine, new_cache, made, fits = make_engine(tiny(kind), name), decoder.new_cache, list[int](), 3
     expected = sample(engine, 4)
 
@@ -208,7 +211,7 @@ def test_few_rows_and_little_memory_give_the_same_samples(
         return new_cache(self, rows, width)
 
     monkeypatch.setattr(decoder, "new_cache", full)
-    assert_same(sample(engine, 4), expected, tolerance=1e-4)
+    assert_same(sample(engine, 4), expected, tolerance=tolerance)
     assert engine.max_rows == 2
     fits = 0
     with pytest.raises(torch.OutOfMemoryError):
@@ -219,7 +222,7 @@ def test_few_rows_and_little_memory_give_the_same_samples(
     engine.max_rows, fits = None, 9
     for free in (0, 5.5 * row / cached_engine.CACHE_SHARE):
         monkeypatch.setattr(cached_engine, "free_bytes", lambda device, free=free: free)
-        assert_same(sample(engine, 4), expected, tolerance=1e-4)
+        assert_same(sample(engine, 4), expected, tolerance=tolerance)
     assert made == [2, 1, 5]
 
 

@@ -104,8 +104,8 @@ def played(engine: Any, script: Scripted, **options: Any) -> list[list[Sample]]:
     return script.completions(4)
 
 
-def assert_same_episodes(ours: list[list[Sample]], theirs: list[list[Sample]]) -> None:
-    assert_same(ours, theirs, tolerance=1e-4)
+def assert_same_episodes(ours: list[list[Sample]], theirs: list[list[Sample]], *, tolerance: float = 1e-5) -> None:
+    assert_same(ours, theirs, tolerance=tolerance)
     assert [[c.mask for c in group] for group in ours] == [[c.mask for c in group] for group in theirs]
 
 
@@ -122,15 +122,18 @@ def test_held_rows_give_the_episodes_of_whole_prefixes(
     tiny: TinyModels, decoder: str, kind: str, max_rows: int | None, look_every: int, late: bool
 ):
     """Ragged turns, prompts and replies; EOS, stop strings and limits; greedy and sampled. Whenever replies come,
-    whichever rows there are, and however far rows run past the end of a turn.
+    whichever rows there are, and however far rows run past the end of a turn. Where a state is continued, Qwen3.5's
+    modules add up in another order than over a whole prefix, by chunks: 2.5e-5 of a log-probability of -9.
     """
+    tolerance = 1e-4 if kind == "qwen3.5" else 1e-5
     engine, library = (make(tiny(kind), name, stop=["a", "Z", "}"]) for name in (decoder, "plain"))
     engine.max_rows, engine.look_every = max_rows, look_every
     for each in (engine, library):
         stir(each)
     for options in ({"greedy": True}, {"seed": 5, "step": 2}):
         script, plainly = Scripted(late=late), Scripted()
-        assert_same_episodes(played(engine, script, **options), played(library, plainly, **options))
+        ours = played(engine, script, **options)
+        assert_same_episodes(ours, played(library, plainly, **options), tolerance=tolerance)
         assert script.reasons == plainly.reasons
     assert {r for of_one in script.reasons.values() for r in of_one} == {"eos", "stop", "length"}
     assert {len(of_one) for of_one in script.reasons.values()} == {1, 2, 3}

@@ -199,6 +199,17 @@ def test_a_faster_path_is_taken_and_leaves_no_other_trace(trial: KernelTrial, mo
     assert trial.decide(passes(trial)) == []  # once
 
 
+def test_a_step_of_few_tokens_leaves_the_choice_open(trial: KernelTrial, monkeypatch: pytest.MonkeyPatch):
+    """120 tokens of five rows, of 128; all rows have 192."""
+    monkeypatch.setattr(kernel_trial, "missing", lambda name: "not here" if name == "one_pass_logits" else None)
+    measured = costs(trial, monkeypatch, {NONE: 2.0, VARLEN: 1.0})
+    [whole] = passes(trial)
+    assert trial.decide([Pass(whole.role, ITEMS[:5], whole.loss)]) == []
+    assert (trial.chosen, measured) == (None, [])
+    trial.decide([whole])
+    assert trial.chosen == VARLEN
+
+
 def test_a_path_with_wrong_numbers_is_not_taken(trial: KernelTrial, monkeypatch: pytest.MonkeyPatch):
     """Each row reads the key before its last one twice."""
     of = VarlenRows.of
@@ -218,11 +229,15 @@ def test_a_path_with_wrong_numbers_is_not_taken(trial: KernelTrial, monkeypatch:
 
 
 @pytest.mark.parametrize("lora", [True, False])
-def test_exact_numbers_are_those_of_the_model_in_float32(lora: bool, tmp_path: Path):
-    """Of weights in bfloat16, widened a layer at a time: in float32 what they are when loaded so, and nearer than the
-    run's own.
+@pytest.mark.parametrize(
+    "kind",
+    ["llama", pytest.param("qwen3-moe", marks=pytest.mark.wide), pytest.param("gpt-oss", marks=pytest.mark.wide)],
+)
+def test_exact_numbers_are_those_of_the_model_in_float32(kind: str, lora: bool, tmp_path: Path):
+    """Of weights in bfloat16, widened a layer at a time, matrices of experts too: in float32 what they are when loaded
+    so, and nearer than the run's own.
     """
-    folder = tiny_model(tmp_path, "llama")
+    folder = tiny_model(tmp_path, kind)
     half = trial_of(folder, torch.bfloat16, lora=lora)
     wide = trial_of(folder, torch.float32, lora=lora)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The trial of faster paths on a GPU: once, at a run's first step, on that step's own micro-batch.
+"""The trial of faster paths on a GPU: once, at a run's first step with enough tokens, on that step's own micro-batch.
 
 A path (models/kernels.py) is taken if log-probabilities and gradients in the run's dtype are as near to float32 as by
 the path there is, and a micro-batch takes neither more time (the median of five) nor more memory. Never in float32 nor
@@ -39,6 +39,7 @@ from tinyrl.training.method import Pass
 from tinyrl.training.step import Updater
 
 REPEATS = 5  # of a micro-batch by each path, in turns, after a first one that compiles
+LEAST_TOKENS = 128  # that are compared: of few, rounding alone can make one of two right paths 1.5 times as far off
 SAMPLED_GRADIENTS = 1 << 24  # numbers of the gradient that are compared, at about as many places
 
 
@@ -206,11 +207,14 @@ class KernelTrial:
 
     def decide(self, passes: Sequence[Pass]) -> list[str]:
         """Choose by the passes of a step, where that is open, and leave no other trace; return lines for people. Rank 0
-        chooses for all.
+        chooses for all. The choice stays open after a step of few tokens.
         """
         if not self.open:
             return []
-        names, notes = self.policy.world.on_main(lambda: self._try(passes))
+        found = self.policy.world.on_main(lambda: self._try(passes))
+        if found is None:
+            return []
+        names, notes = found
         self.policy.kernels = Kernels(**dict.fromkeys(names, True))
         self.open = False
         return [*notes, *self._differences()]
@@ -222,11 +226,13 @@ class KernelTrial:
         now = self.policy.kernels.describe()
         return [f"warning: numbers may differ in their last digits: the checkpoint had {before.describe()}, now {now}"]
 
-    def _try(self, passes: Sequence[Pass]) -> list[list[str]]:
-        """Return the names of what is taken, and notes."""
+    def _try(self, passes: Sequence[Pass]) -> list[list[str]] | None:
+        """Return the names of what is taken, and notes; None if there are too few tokens to compare."""
+        items = self._compared_items(passes[0].items)
+        if len(self.policy.batch_of(items).targets) < LEAST_TOKENS:
+            return None
         start = torch_rng()
         widest = self.updater.widest(passes)
-        items = self._compared_items(passes[0].items)
         try:
             choice = choose(lambda today, new: self._compare(today, new, widest, items), lacks=self._lacks)
         finally:
