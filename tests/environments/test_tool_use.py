@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL.Image import new as new_image
 
 import tinyrl
 from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Message, Reply, Transcript, trl_classes, worker_service
@@ -94,6 +95,11 @@ def test_a_call_that_cannot_be_parsed_has_its_problem() -> None:
 
 
 # ---- tools ----
+
+
+def test_a_tool_that_returns_an_image_fails_instead_of_showing_its_name() -> None:
+    with pytest.raises(ValueError, match="image"):
+        text_of(new_image("RGB", (2, 2)))
 
 
 def test_a_result_becomes_text_and_a_failed_call_is_answered_with_its_reason() -> None:

@@ -232,9 +232,11 @@ def rows_of(prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> lis
 
 
 def text_of(value: Any) -> str:
-    """Format a result: text as it is, JSON if possible, else str() without addresses. Raises what a value's own methods
-    raise, and RecursionError for one that is nested too deep.
+    """Format a result: text as it is, JSON if possible, else str() without addresses. Raises ValueError for an image,
+    what a value's own methods raise, and RecursionError for one that is nested too deep.
     """
+    if hasattr(value, "getexif"):  # PIL's
+        raise ValueError(f"the result is an image ({type(value).__name__}), and a tool's result is text")
     if isinstance(value, str):
         return encodable(str(value))
     if hasattr(value, "tolist"):

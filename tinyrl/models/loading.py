@@ -347,12 +347,9 @@ def _load(
     options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     with reading(f"cannot load {what} from {path!r} (config.json, *.safetensors)", resolved):
         config = read_config(resolved, revision=revision, trust_remote_code=options["trust_remote_code"])
-        reads_text_alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
-        if (
-            auto is AutoModelForCausalLM
-            and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            and not reads_text_alone
-        ):
+        has_text_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+        has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        if auto is AutoModelForCausalLM and has_tower and not has_text_class:
             raise ValueError(
                 f"transformers has no class for the language model of {config.model_type} alone; "
                 "model.with_images=true loads it with its tower, also for rows of text"
