@@ -282,7 +282,9 @@ def test_a_run_tries_in_its_first_step_and_its_checkpoint_has_the_choice(
     monkeypatch.setattr(kernel_trial, "choose", lambda compare, *, lacks: KernelChoice(VARLEN, ["chosen here"]))
     model = {"dtype": "bfloat16"}
     run = {"num_steps": 2, "eval_prompts": 0, "save_every": 1}
-    folder = trained(running.config("grpo", tiny_model(tmp_path, "llama"), model=model, run=run), tmp_path)
+    enough = {"max_new_tokens": 16}  # tokens of 16 completions: 128 are compared
+    settings = running.config("grpo", tiny_model(tmp_path, "llama"), model=model, run=run, generation=enough)
+    folder = trained(settings, tmp_path)
     assert capsys.readouterr().err.count("chosen here") == 1
     kept = [CheckpointState.read(checkpoint).kernels for checkpoint in sorted(folder.checkpoints.iterdir())]
     assert kept == [None, VARLEN, VARLEN]
