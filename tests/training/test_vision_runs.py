@@ -76,8 +76,9 @@ def runs(folders: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def run(family: str, is_full: bool) -> RunDir:
         sections = FULL if is_full else LORA
-        config = settings(folders(family), root, num_steps=1, **sections)
-        code, done, _ = running.train(config, root, name=f"{family}-{is_full}")
+        own = root / f"{family}-{is_full}"  # pictures that no other run writes again
+        config = settings(folders(family), own, num_steps=1, **sections)
+        code, done, _ = running.train(config, own, name="run")
         assert code == 0
         return done
 
