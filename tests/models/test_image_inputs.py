@@ -287,8 +287,9 @@ def test_features_that_were_evicted_come_back_with_the_same_bits(fast: Vision) -
 def test_a_model_that_reads_features_otherwise_is_refused(fast: Vision) -> None:
     check_images(fast.images, fast.model.model)
     wrong = ImageInputs(fast.model.model, fast.images.expander, cache_bytes=1 << 20, unread=1)
-    key = fast.pictures[0].key
-    wrong._features[key] = replace(wrong.features(key), pooled=1.5 * wrong.features(key).pooled)
+    first = fast.pictures[0]
+    right = wrong.features(first.key)
+    wrong._features[first.sha256] = replace(right, pooled=1.5 * right.pooled)
     with pytest.raises(ValueError, match="differ"):
         check_images(wrong, fast.model.model)
 

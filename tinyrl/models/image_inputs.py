@@ -239,21 +239,26 @@ class ImageInputs:
         self.tower_passes = 0
         self._output_class: Any = None  # of the tower's output
         self._in_lists = False  # whether it has lists of tensors
-        self._features: OrderedDict[int, Features] = OrderedDict()
+        self._features: OrderedDict[str, Features] = OrderedDict()  # by the whole hash, the oldest first
+        self._kept_bytes = 0
 
     # ---- features ----
 
     def features(self, key: int) -> Features:
         """Return the features of an image; they are computed where they are not kept."""
-        if key not in self._features:
-            self._features[key] = self._computed(key)
-            while len(self._features) > 1 and sum(f.nbytes for f in self._features.values()) > self.cache_bytes:
-                self._features.popitem(last=False)
-        self._features.move_to_end(key)
-        return self._features[key]
+        image = self.expander.images[key]
+        if image.sha256 not in self._features:
+            found = self._computed(image)
+            self._features[image.sha256] = found
+            self._kept_bytes += found.nbytes
+            while len(self._features) > 1 and self._kept_bytes > self.cache_bytes:
+                _, evicted = self._features.popitem(last=False)
+                self._kept_bytes -= evicted.nbytes
+        self._features.move_to_end(image.sha256)
+        return self._features[image.sha256]
 
-    def _computed(self, key: int) -> Features:
-        pixels = self.expander.process(self.expander.images[key]).pixels
+    def _computed(self, image: Image) -> Features:
+        pixels = self.expander.process(image).pixels
         given = self._read_by(self.backbone.get_image_features, pixels)
         self.tower_passes += 1
         # The same bits whatever pass asks: outside of autocast, and usable by passes with and without gradients.
