@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test marked `wide`, the first is fast, and stands for the others in a newcomer's check."""
+    """Of the cases of a test marked `wide`, the first is fast, and stands for the others in a newcomer's check. A case
+    that is marked itself is slow.
+    """
     seen = set[tuple[Path, str]]()
     for item in items:
         if item.get_closest_marker("wide") is None or item.get_closest_marker("slow") is not None:
             continue
         name = (item.path, item.name.partition("[")[0])
-        if name in seen:
+        call = getattr(item, "callspec", None)
+        is_marked_itself = call is not None and any(mark.name == "wide" for mark in call.marks)
+        if name in seen or is_marked_itself:
             item.add_marker("slow")
         seen.add(name)
 

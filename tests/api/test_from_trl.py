@@ -110,6 +110,7 @@ def test_an_object_of_another_kind_is_refused() -> None:
         tinyrl.from_trl(object())
 
 
+@pytest.mark.slow
 def test_the_run_is_trained_with_weighted_rewards(tmp_path: Path) -> None:
     def shorter(completions: list[Any], **columns: Any) -> list[float]:
         return [-float(len(completion)) for completion in completions]
@@ -135,6 +136,12 @@ def test_the_run_is_trained_with_weighted_rewards(tmp_path: Path) -> None:
     assert run.exit_code == 0
     assert [each.weight for each in config.reward.functions] == [1.0, 0.5]
     assert (config.grpo.num_prompts, config.grpo.group_size, config.lora.r) == (2, 2, 2)
+
+
+def test_rewards_have_the_weights_of_the_configuration() -> None:
+    plan = tinyrl.from_trl(GRPOConfig(reward_weights=[0.5]), reward_funcs=reward, train_dataset=[{"prompt": "a"}])
+    assert plan.reward == {reward: 0.5}
+    assert plan.rows == [{"prompt": "a"}]
 
 
 def test_trls_own_object() -> None:

@@ -41,7 +41,8 @@ def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[
 
 
 @pytest.mark.usefixtures("image_cache")
-@pytest.mark.parametrize("family", ["smolvlm", pytest.param("qwen2_5_vl", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
 def test_calls_with_images_are_trained_as_they_were_sampled(family: str, tmp_path: Path) -> None:
     """An image behind an answer begins another row, so that a row's images are all in its prompt."""
     (tmp_path / "agents.py").write_text(AGENT, encoding="utf-8")

@@ -26,9 +26,8 @@ def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[
     return [float(len({*str(completion)})) for completion in completions]
 
 
-@pytest.mark.parametrize(
-    "family", ["smolvlm", *(pytest.param(f, marks=pytest.mark.wide) for f in ("qwen3_vl", "gemma3"))]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("family", ["smolvlm", "qwen3_vl", "gemma3"])
 def test_turns_behind_a_picture_are_trained_as_they_were_sampled(family: str, tmp_path: Path) -> None:
     (tmp_path / "env.py").write_text(ENVIRONMENT, encoding="utf-8")
     rows = list[dict[str, Any]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,13 @@ from tinyrl.models.states import response_states
 
 FAST = "qwen2_5_vl"  # positions of several axes; the other families are `wide`
 LARGE = 10**7  # pixels
-each_family = pytest.mark.parametrize(
-    "family", [name if name == FAST else pytest.param(name, marks=pytest.mark.wide) for name in FAMILIES]
-)
+
+
+def each_family(test: Callable[..., None]) -> Callable[..., None]:
+    """Try a test on FAST, and as `wide` on the other families."""
+    return pytest.mark.wide(
+        pytest.mark.parametrize("family", [FAST, *(name for name in FAMILIES if name != FAST)])(test)
+    )
 
 
 @dataclass(frozen=True)
