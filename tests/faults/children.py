@@ -103,6 +103,8 @@ def _fork_server(path: bytes, command: Sequence[str], descriptors: Sequence[int]
     """In place of starting `command` as a new interpreter: run its code in a fork, and return the process ID.
 
     The fork keeps the standard streams and `descriptors`: the test process ends although a fork still has its pipes.
+    Others lead nowhere instead of being closed, since objects of the test process would close their numbers again, by
+    then those of other files.
     """
     pid = os.fork()
     if pid > 0:
@@ -111,9 +113,12 @@ def _fork_server(path: bytes, command: Sequence[str], descriptors: Sequence[int]
         sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__  # pytest captures the others
         # The test process holds its lock while it forks.
         forkserver._forkserver._lock = threading.Lock()  # pyright: ignore[reportAttributeAccessIssue]
-        kept = [2, *sorted(descriptors), os.sysconf("SC_OPEN_MAX")]
-        for low, high in itertools.pairwise(kept):
-            os.closerange(low + 1, high)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        kept = {0, 1, 2, nowhere, *descriptors}
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
+            with contextlib.suppress(OSError):  # that of the listing itself
+                os.fstat(number)
+                os.dup2(nowhere, number, inheritable=False)
         exec(command[-1])
     finally:
         os._exit(0)
