@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -110,12 +111,24 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def sample_keys(seed: int, step: int, *, prompts: np.ndarray, samples: np.ndarray) -> np.ndarray:
     """Derive 64-bit keys (R,) of R samples from the run's seed, the step, and each row's prompt and sample number."""
-    key = np.zeros(len(prompts), dtype=np.uint64)
-    parts = np.uint64(seed), np.uint64(step % (1 << 63)), prompts.astype(np.uint64), samples.astype(np.uint64)
-    with np.errstate(over="ignore"):
-        for part in parts:
-            key = _mix((key + _GOLDEN) ^ _mix(part * np.ones_like(key) + _GOLDEN))
+    key = np.full(len(prompts), _step_key(seed, step))
+    for part in (prompts.astype(np.uint64), samples.astype(np.uint64)):
+        key = _with_part(key, part)
     return key
+
+
+@lru_cache(maxsize=64)
+def _step_key(seed: int, step: int) -> np.uint64:
+    """Derive the part of keys that all samples of a step have in common."""
+    key = np.zeros(1, dtype=np.uint64)
+    for part in (seed, step % (1 << 63)):
+        key = _with_part(key, np.full(1, part, dtype=np.uint64))
+    return key[0]
+
+
+def _with_part(keys: np.ndarray, part: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return _mix((keys + _GOLDEN) ^ _mix(part + _GOLDEN))
 
 
 def advanced(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ padding position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -71,8 +71,8 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class RowPositions:
-    """Positions (axes, n) of the n tokens of a prompt. Token i >= n of its row is at i + shift on every axis; text has
-    one axis and no shift.
+    """Positions (axes, n) of the n tokens of a prompt that may have images. Token i >= n of its row is at i + shift on
+    every axis.
     """
 
     prompt: Tensor
@@ -84,18 +84,11 @@ class RowPositions:
         return torch.arange(length + self.shift, length + self.shift + count).expand(axes, -1)
 
 
-def positions_of(prompt: list[int], images: ImageInputs | None) -> RowPositions:
-    """Return the positions of a prompt for a model that reads images; None: of text."""
-    if images is None:
-        return RowPositions(torch.arange(len(prompt)).unsqueeze(0), shift=0)
-    return images.positions(prompt)
-
-
-def behind(own: RowPositions, prompt: list[int], response: list[int], images: ImageInputs | None) -> Tensor:
+def behind(own: RowPositions, prompt: list[int], response: list[int], images: ImageInputs) -> Tensor:
     """Return the positions (axes, n) of a response's tokens behind a prompt with positions `own`; it may hold images,
     where the turns of a conversation are learnt in one pass.
     """
-    if images is None or not any(map(is_image_id, response)):
+    if not any(map(is_image_id, response)):
         return own.behind(len(response))
     return images.positions(prompt + response).prompt[:, len(prompt) :]
 
@@ -113,6 +106,21 @@ def _padded_positions(
         row = torch.cat([known[key].prompt, behind(known[key], prompt, response, images)], 1)
         rows.append(torch.nn.functional.pad(row, (0, width - row.shape[1])))
     return torch.stack(rows, 1)
+
+
+def _packed_positions(
+    prompts: Iterable[Sequence[int]], responses: list[list[list[int]]], start: int, images: ImageInputs
+) -> Tensor:
+    """Return the positions (1, L), or (axes, 1, L), of rows end to end: the first `start` tokens of all prompts, then
+    the rest of each prompt and its responses.
+    """
+    found = list[Tensor]()
+    for prompt, its_responses in zip(prompts, responses, strict=True):
+        own = images.positions([*prompt])
+        found += [own.prompt[:, :start]] if not found else []
+        found.append(own.prompt[:, start:])
+        found += [behind(own, [*prompt], response, images) for response in its_responses]
+    return by_axis(torch.cat(found, 1).unsqueeze(1))
 
 
 def by_axis(positions: Tensor) -> Tensor:
@@ -268,26 +276,27 @@ def _packed(
         groups.setdefault(tuple(prompt), []).append(row)
     start = shared_start(groups) if len(groups) > 1 else 0
     ids: list[int] = prompts[0][:start]
-    positions = [positions_of(prompts[0], images).prompt[:, :start]]
+    positions: list[int] = list(range(start))
     before: list[list[int]] = [[] for _ in prompts]  # of each row: the positions before each of its tokens
     ends = [0] * len(prompts)
     shape: list[tuple[int, list[int]]] = []
+    parts: list[list[list[int]]] = []  # of each prompt: its responses
     for prompt, rows in groups.items():
-        own = positions_of([*prompt], images)
         ids += prompt[start:]
-        positions.append(own.prompt[:, start:])
+        positions += range(start, len(prompt))
         root = len(ids) - 1
         kept = [responses[row] if last_tokens else responses[row][:-1] for row in rows]
         for row, tokens in zip(rows, kept, strict=True):
             last = len(ids) - 1
             before[row] = [last + t if t else root for t in listed[row]]
             ids += tokens
-            positions.append(behind(own, [*prompt], tokens, images))
+            positions += range(len(prompt), len(prompt) + len(tokens))
             ends[row] = len(ids) - 1 if tokens else root
+        parts.append(kept)
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
     return PackedRows(
         ids=torch.tensor([ids]),
-        positions=by_axis(torch.cat(positions, 1).unsqueeze(1)),
+        positions=torch.tensor([positions]) if images is None else _packed_positions(groups, parts, start, images),
         state_index=list(chain(*before)),
         ends=ends,
         packing=pack(shape, start=start, device=device, varlen=varlen),
