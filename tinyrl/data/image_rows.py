@@ -35,7 +35,7 @@ OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose t
 
 
 @dataclass
-class Places:
+class ImagePlaces:
     """The places of images in a conversation, as they are found. given: the row's images, which places without one of
     their own take in order; found: those of all places.
     """
@@ -79,7 +79,7 @@ def with_images(row: Row, files: ImageFiles) -> Row:
     changed = Row()
     shown: list[Image] = []
     for columns in CHATS if _is_there(row, "prompt") else (*CHATS, *PAIR):
-        places = Places(files=files, given=images)
+        places = ImagePlaces(files=files, given=images)
         parts = {name: _with_chat(row[name]) for name in columns if _is_there(row, name)}
         if columns in PAIR and not isinstance(parts.get(columns[0]), list | tuple):  # texts have no places
             continue
@@ -101,7 +101,7 @@ def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     images = [Image.of_entry(entry) for entry in row.get("images") or [] if is_entry(entry)]
     if not images and not _may_hold(prompt):
         return prompt
-    return _placed_chat({"prompt": prompt}, Places(files=files, given=images))["prompt"]
+    return _placed_chat({"prompt": prompt}, ImagePlaces(files=files, given=images))["prompt"]
 
 
 def with_parts(prompt: Any) -> Any:
@@ -188,7 +188,7 @@ def _may_hold(value: Any) -> bool:
     return False
 
 
-def _placed_chat(columns: Row, places: Places) -> Row:
+def _placed_chat(columns: Row, places: ImagePlaces) -> Row:
     """Return the columns of a conversation with its images in place: of parts, of tags, or before the first text that
     the user writes. Raises ValueError where images and places are not equally many.
     """
@@ -206,7 +206,7 @@ def _placed_chat(columns: Row, places: Places) -> Row:
     return {**columns, **placed} if places.found else columns
 
 
-def _before_text(chats: Row, places: Places) -> Row:
+def _before_text(chats: Row, places: ImagePlaces) -> Row:
     """Put all images before the first text of the user. Raises ValueError where there is none."""
     for name, messages in chats.items():
         for number, message in enumerate(messages):
@@ -245,7 +245,7 @@ def _tagged_text(message: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _placed(message: Any, places: Places) -> Any:
+def _placed(message: Any, places: ImagePlaces) -> Any:
     """Return a message with its images in place; messages without images as they are."""
     if not isinstance(message, dict):
         return message
@@ -272,7 +272,7 @@ def _parts(message: Row, key: str) -> list[Any]:
     return [*content] if isinstance(content, list | tuple) else []
 
 
-def _reread(message: Row, places: Places) -> Row:
+def _reread(message: Row, places: ImagePlaces) -> Row:
     """Return a message that has its images in place already. Raises ValueError where an image's file has changed."""
     entries = message["images"]
     content = str(message.get(_content_key(message)) or "")
@@ -285,7 +285,7 @@ def _reread(message: Row, places: Places) -> Row:
     return {**message, "images": [image.entry for image in images]}
 
 
-def _of_part(part: Row, places: Places) -> Image:
+def _of_part(part: Row, places: ImagePlaces) -> Image:
     """Return the image of a part, or the row's next one where it names none."""
     given = {name: value for name, value in part.items() if value not in (None, "") and name not in IGNORED_KEYS}
     unread = [name for name in given if name not in VALUE_KEYS]

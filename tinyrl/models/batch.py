@@ -203,22 +203,9 @@ def batch_of(
     assert [len(m[side]) for side in sides for m in masks] == [*map(len, responses)], "a mask for each response token"
     if packed:
         laid_out = _packed(prompts, responses, listed, last_tokens, device, varlen, images)
-        ids = laid_out.ids
-        positions = laid_out.positions
-        state_index = laid_out.state_index
-        ends = laid_out.ends
-        packing = laid_out.packing
-        mask = torch.ones_like(ids)
     else:
-        texts = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
-        ids, mask = (pad_sequence(x, batch_first=True) for x in (texts, [torch.ones_like(text) for text in texts]))
-        width = ids.shape[1]
-        packing = None
-        positions = torch.arange(width).expand(len(texts), width)
-        if images is not None:
-            positions = by_axis(_padded_positions(prompts, responses, images, width=width))
-        state_index = [i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns]
-        ends = [i * width + len(text) - 1 for i, text in enumerate(texts)]
+        laid_out = _padded(prompts, responses, listed, images)
+    ids = laid_out.ids
     image_pass: ImagePass | None = None
     if images is not None:
         rows_read = ids.tolist() if packed else [p + r for p, r in zip(prompts, responses, strict=True)]
@@ -232,16 +219,16 @@ def batch_of(
 
     return Batch(
         input_ids=to_device(ids, device),
-        attention_mask=to_device(mask, device),
-        position_ids=to_device(positions, device),
+        attention_mask=to_device(laid_out.mask, device),
+        position_ids=to_device(laid_out.positions, device),
         row=on_device(row),
         column=on_device(list(chain(*listed))),
-        state_index=on_device(state_index),
+        state_index=on_device(laid_out.state_index),
         targets=on_device(targets),
-        last_index=on_device(ends) if last_tokens or not packed else None,
+        last_index=on_device(laid_out.ends) if last_tokens or not packed else None,
         num_rows=len(responses),
         num_columns=max(map(len, responses), default=0),
-        packing=packing,
+        packing=laid_out.packing,
         items=items,
         rows=range(len(items)) if rows is None else rows,
         images=image_pass,
@@ -249,16 +236,37 @@ def batch_of(
 
 
 @dataclass(frozen=True)
-class PackedRows:
-    """Rows end to end: ids and positions (1, L), the index of the state before each listed token and of each row's last
-    one, and how tokens attend.
+class LaidOut:
+    """Rows padded (b, L), or packed end to end (1, L): ids, mask and positions, the index of the state before each
+    listed token and of each row's last one, and how packed tokens attend.
     """
 
     ids: Tensor
+    mask: Tensor
     positions: Tensor
     state_index: list[int]
     ends: list[int]
-    packing: Packing
+    packing: Packing | None
+
+
+def _padded(
+    prompts: list[list[int]], responses: list[list[int]], listed: list[list[int]], images: ImageInputs | None
+) -> LaidOut:
+    """Lay rows out one below the other, padded on the right."""
+    texts = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses, strict=True)]
+    ids = pad_sequence(texts, batch_first=True)
+    width = ids.shape[1]
+    positions = torch.arange(width).expand(len(texts), width)
+    if images is not None:
+        positions = by_axis(_padded_positions(prompts, responses, images, width=width))
+    return LaidOut(
+        ids=ids,
+        mask=pad_sequence([torch.ones_like(text) for text in texts], batch_first=True),
+        positions=positions,
+        state_index=[i * width + len(prompts[i]) - 1 + t for i, columns in enumerate(listed) for t in columns],
+        ends=[i * width + len(text) - 1 for i, text in enumerate(texts)],
+        packing=None,
+    )
 
 
 def _packed(
@@ -269,7 +277,7 @@ def _packed(
     device: torch.device | str,
     varlen: bool,
     images: ImageInputs | None,
-) -> PackedRows:
+) -> LaidOut:
     """Lay rows end to end; equal prompts are one, and different ones share what they begin with."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -294,8 +302,9 @@ def _packed(
             ends[row] = len(ids) - 1 if tokens else root
         parts.append(kept)
         shape.append((len(prompt) - start, [len(tokens) for tokens in kept]))
-    return PackedRows(
+    return LaidOut(
         ids=torch.tensor([ids]),
+        mask=torch.ones(1, len(ids), dtype=torch.long),
         positions=torch.tensor([positions]) if images is None else _packed_positions(groups, parts, start, images),
         state_index=list(chain(*before)),
         ends=ends,

@@ -93,7 +93,7 @@ class JudgeGone(Interrupted):
 
 
 @dataclass(frozen=True)
-class Question:
+class JudgeQuestion:
     """A request to a judge. order: rows of the batch, as their answers are shown; body: of the request."""
 
     order: list[int]
@@ -196,7 +196,7 @@ class JudgeReward:
         """
         ranks = self.config.mode == "rank"
         size = (group_size or len(prompts) or 1) if ranks else 1
-        questions = list[Question]()
+        questions = list[JudgeQuestion]()
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
             row = {name: values[start] for name, values in columns.items()}
@@ -214,7 +214,7 @@ class JudgeReward:
 
     def question_of(
         self, rows: Sequence[int], prompt: Any, completions: Sequence[Any], columns: dict[str, Any]
-    ) -> Question:
+    ) -> JudgeQuestion:
         """Ask about the completions of one prompt, which are `rows` of the batch: a single one, or in `rank` mode a
         group, shuffled. columns: of the prompt's row, which a rubric may name.
         """
@@ -239,7 +239,7 @@ class JudgeReward:
             "max_tokens": self.config.max_tokens,
             "temperature": 0,
         }
-        return Question([rows[place] for place in order], body)
+        return JudgeQuestion([rows[place] for place in order], body)
 
     def _ask(self, bodies: list[dict[str, Any]]) -> list[str | EndpointRefusal]:
         """Return the reply to each question. Equal ones are asked once."""
