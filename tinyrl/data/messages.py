@@ -166,12 +166,6 @@ def _message(value: Any, column: str) -> Message:
     return {**message, "content": content, "images": images} if images else {**message, "content": content}
 
 
-def refuse_images(messages: list[Message], what: str) -> None:
-    """Raise ValueError for messages with images, where nothing can show them. what: what reads the messages."""
-    if any(message.get("images") for message in messages):
-        raise ValueError(f"a message has images, and {what} takes text only")
-
-
 def _tool_call(call: Any) -> Any:
     """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays.
     Raises ValueError for an object with a key given twice.
