@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseErrorEvent, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.endpoint.conftest import episode_of, listening_to
@@ -208,6 +208,13 @@ def streamed(dialect: Any, ended: EndedChoice) -> list[Any]:
     for piece in (text[:2], text[2:]):
         events += dialect.piece(0, piece, None) if piece else []
     return [*events, *dialect.end(0, ended), *dialect.finish(Usage(3, 4))]
+
+
+def test_an_error_within_a_stream_of_a_response_is_the_clients_own_event() -> None:
+    [event] = Responses({"model": "policy", "input": "x"}).failed(Refused(429, "too many", code="busy"))
+    found: Any = TypeAdapter(ResponseStreamEvent).validate_python(event)
+    assert isinstance(found, ResponseErrorEvent)
+    assert (found.code, found.message) == ("busy", "too many")
 
 
 @pytest.mark.parametrize("name", ENDINGS)
