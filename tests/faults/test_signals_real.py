@@ -70,8 +70,8 @@ def train_until(settings: Config, folder: Path, number: int, phase: str) -> None
     train(settings, folder)
 
 
+@pytest.mark.slow  # Fast: test_kill.py ends a process, test_resume.py and api/test_api.py send signals to their own.
 @pytest.mark.parametrize(("name", "phase"), CASES)
-@pytest.mark.wide
 def test_a_signal_in_any_phase_leaves_a_checkpoint_and_loses_nothing(
     name: str, phase: str, model: Path, whole: RunDir, tmp_path: Path
 ) -> None:

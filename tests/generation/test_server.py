@@ -155,6 +155,7 @@ def test_it_is_awake_only_while_it_samples(tiny: TinyModels) -> None:
         assert sleeper.log == [*(what for load in loads for what in load), "wake", "sleep"]
 
 
+@pytest.mark.slow  # Fast: a dead server interrupts (above), and test_distill.py resumes a run whose server was gone.
 def test_a_run_through_a_server_that_dies_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
     """With the numbers of a run that samples here."""
     options: dict[str, Any] = {"max_prompt_tokens": 64, "server_sleep": True}

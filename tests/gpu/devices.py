@@ -10,7 +10,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=ON_A_GPU)]
 
 
 def all_on_a_gpu(name: str, values: Iterable[str]) -> pytest.MarkDecorator:
-    """Parametrize by device and `name`: all values on a GPU, on a CPU the first one."""
+    """Parametrize by device and `name`: all values on a GPU, on a CPU the first one, as a slow test.
+
+    On a CPU it shows that the test itself works; what it shows of a run there, the fast tests of the rooms show.
+    """
     values = list(values)
-    cases = [("cpu", values[0]), *(pytest.param("cuda", value, marks=ON_A_GPU) for value in values)]
+    on_a_cpu = pytest.param("cpu", values[0], marks=pytest.mark.slow)
+    cases = [on_a_cpu, *(pytest.param("cuda", value, marks=ON_A_GPU) for value in values)]
     return pytest.mark.parametrize(("device", name), cases, indirect=["device"])

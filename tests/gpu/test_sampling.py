@@ -84,6 +84,7 @@ def test_every_bucket_says_what_a_full_forward_pass_says(
     assert as_exact(float((ours - exact).abs().mean()), float((library - exact).abs().mean()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma3")])
 def test_graphs_and_the_plain_path_draw_the_same_tokens(tiny: TinyModels, device: torch.device, name: str, kind: str):
     """A decoder by graphs, the same without them, and plain batches."""

@@ -373,6 +373,7 @@ def test_a_temperature_stays_where_leaving_it_out_does_not_help(serving: Any, tm
     assert ["temperature" in body for body in judge.asked] == [True, False, True]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("status", "told"), [(500, "500"), (None, "RemoteProtocolError")])
 def test_how_the_last_try_ended_is_told_where_the_time_is_up(
     status: int | None, told: str, serving: Any, tmp_path: Path
@@ -609,6 +610,7 @@ def config(model: Path, judge: Judge, folder: Path, **fields: Any) -> Config:
     return running.config("grpo", model, reward={"functions": functions}, run={"num_steps": 2})
 
 
+@pytest.mark.slow  # Fast: a second time asks nothing, a lost connection keeps the replies, and a run keeps its count.
 def test_runs_go_on_without_a_judge_and_after_one_that_was_gone(
     serving: Any, tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_a_removed_setting_is_refused_at_another_value(
     assert_names(gone, "grpo.clip_eps", capsys)
 
 
+@pytest.mark.slow  # Fast: test_it_is_resumed, and forks of today's runs in training/test_resuming.py.
 def test_a_fork_of_it_is_read_and_forked_again(tmp_path: Path) -> None:
     """It has no record of what was given; what equals its preset follows from the preset."""
     assert not tinyrl(*ROUTES["fork"])

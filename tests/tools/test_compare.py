@@ -149,6 +149,7 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_or_too_many(fold
     assert (result["difference"]["left_out"], result["num_prompts"]) == (0, 12)
 
 
+@pytest.mark.slow  # Fast: the comparisons of two above.
 def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_path: Path) -> None:
     """One result a policy with the numbers and win rates of `eval BASELINE --vs POLICY`, seen from the policy's side;
     what any of them was trained on is left out. Another tokenizer is judged as text: as by its own evaluation.

@@ -101,6 +101,7 @@ def end_of(model: Path) -> int:
     return AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(TURN_END)
 
 
+@pytest.mark.slow  # Fast: test_one_token_ends_what_is_sampled_and_learnt.
 def test_a_policy_that_learnt_from_chat_stops(base: Path, rows: Path, tmp_path: Path) -> None:
     """In training and evaluation, in the chat and in the exported model."""
     often = {"num_steps": 60, "eval_every": 0, "save_every": 60}
@@ -121,6 +122,7 @@ def test_a_policy_that_learnt_from_chat_stops(base: Path, rows: Path, tmp_path: 
     assert {*exported.generation_config.eos_token_id} == ends
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("chat", ["auto", False])
 def test_one_token_ends_what_is_sampled_and_learnt(chat: Any, base: Path, rows: Path) -> None:
     """Answers that are text, to prompts that the template writes or does not; messages go on ending as it ends them."""

@@ -151,6 +151,7 @@ def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
     assert counts == [40, 20, 10]
 
 
+@pytest.mark.slow  # Fast: test_the_reference_reads_a_row_at_its_first_use_and_never_again.
 def test_reference_logprobs_are_computed_anew_when_the_rows_change(model: Path, rows: Path, tmp_path: Path) -> None:
     """The numbers of a row are found by its place, where another one is now."""
     data = Path(shutil.copy(rows, tmp_path / "rows.jsonl"))

@@ -186,6 +186,7 @@ def test_a_single_process_compares_its_prompts_with_nobody() -> None:
         _check_alike(method, "step-000000")
 
 
+@pytest.mark.slow  # Fast: test_stopped_and_resumed_is_bit_equal, and a state without seconds (below).
 def test_a_step_whose_evaluation_was_stopped_keeps_its_times(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

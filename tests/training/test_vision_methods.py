@@ -82,14 +82,14 @@ def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
     return running.config(method, base, **{**own, **sections})
 
 
-@pytest.mark.wide
+@pytest.mark.slow  # Fast: test_vision_runs.py resumes GRPO; the pieces of each method are tested below.
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("family", ORDER)
 def test_a_run_that_is_stopped_and_resumed_is_bit_equal(folders: Any, family: str, name: str, tmp_path: Path) -> None:
     check_resumed(settings(name, folders(family), tmp_path, num_steps=2), tmp_path)
 
 
-@pytest.mark.wide
+@pytest.mark.slow  # Fast: models/test_vision_families.py computes what a further family does with a picture.
 @pytest.mark.parametrize("family", MORE)
 def test_a_run_of_a_further_family_is_resumed_bit_equal(folders: Any, family: str, tmp_path: Path) -> None:
     check_resumed(settings("ppo-adapter", folders(family), tmp_path, num_steps=2), tmp_path)
