@@ -90,6 +90,8 @@ def test_the_code_of_the_pages_runs(tmp_path: Path):
     rewards = loaded("rewards", blocks("rewards.md", "python")[0], tmp_path)
     assert rewards.score(prompts=["?", "?"], completions=["It is 4.", "5"], answer=["4", "4"]) == [1.0, 0.0]
     assert rewards.short(completions=["a"], completion_ids=[[1] * 128]) == [-0.5]
+    later = loaded("later", blocks("rewards.md", "python")[1], tmp_path)
+    assert later.short(completion_ids=[[1] * 128], step=5, num_steps=10, answer=["4"]) == [-0.25]
     sources = dict(
         re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGES["environments.md"], re.MULTILINE | re.DOTALL)
     )

@@ -43,6 +43,7 @@ from tinyrl.tasks.prompts import LongText, PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
 PROMPT_CHARS = 80  # of a prompt, in the output of a reward
@@ -72,6 +73,7 @@ class Completions:
     episodes: list[Episode] | None
     group_size: int | None
     world: World
+    progress: Progress
     texts: list[Any] = field(default_factory=list)
 
     @property
@@ -102,8 +104,8 @@ class Scorer:
     """Scores completions. State: a worker process for each reward function and the task's grader, the reward model, and
     what `metrics` reports of the calls since it was last asked.
 
-    policy_format: how the policy's prompts are written; needed: there must be a reward. Raises ValueError where there
-    is none.
+    policy_format: how the policy's prompts are written; num_steps: of the run, for functions that ask how far it is;
+    needed: there must be a reward. Raises ValueError where there is none.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Scorer:
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
         environment: Environment | None = None,
+        num_steps: int = 1,
         needed: bool = True,
     ) -> None:
         self.task = task
@@ -126,6 +129,7 @@ class Scorer:
         self.policy_format = policy_format
         self.micro_batches = micro_batches
         self.environment = environment
+        self.num_steps = num_steps
         self.functions: list[FunctionReward | JudgeReward] = []
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
@@ -279,13 +283,15 @@ class Scorer:
         *,
         episodes: list[Episode] | None = None,
         group_size: int | None = None,
+        step: int | None = None,
         world: World = ALONE,
     ) -> Scores:
         """Score B completions (token lists) of B prompts, or the episodes that they are; each `group_size` are of one
-        prompt (None: all are). Of the processes of `world` rank 0 calls the functions, and each reads some of the rows
-        with the reward model.
+        prompt (None: all are). step: of the run, from 0; None: no step trains on them (`Progress.at`). Of the processes
+        of `world` rank 0 calls the functions, and each reads some of the rows with the reward model.
         """
-        given = Completions(prompts, completions, episodes, group_size, world)
+        progress = Progress.at(step, self.num_steps)
+        given = Completions(prompts, completions, episodes, group_size, world, progress)
         results = self._results(given)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
@@ -326,7 +332,7 @@ class Scorer:
         if isinstance(function, JudgeReward):
             results = function(questions, given.texts, columns, group_size=given.group_size)
         else:
-            results = function(questions, given.texts, columns)
+            results = function(questions, given.texts, columns, progress=given.progress)
         return self._noted(function, results, prompts)
 
     def _by_verifier(self, given: Completions) -> RowResults:
