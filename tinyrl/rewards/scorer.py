@@ -32,8 +32,9 @@ from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.rewards.functions import FunctionReward, verifier_of
-from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
+from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
+from tinyrl.rewards.question import plain_text
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
