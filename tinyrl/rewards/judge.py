@@ -1,6 +1,6 @@
 """Rewards from a judge: another model behind an OpenAI endpoint, asked by a rubric.
 
-    score   each answer alone: a number on the rubric's scale, as a reward from 0 to 1
+    score   each answer alone: a number on the rubric's scale, as a reward from 0 to 1; by several criteria, their mean
     rank    the answers to one prompt together (RULER): the judge orders them, the best gets 1 and the worst 0
 
 Replies are cached on disk by a hash of the request (endpoint, model, every word), so a resume or a second run asks
@@ -18,6 +18,7 @@ import sqlite3
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.budget import JUDGED_ANSWERS
 from tinyrl.rewards.question import JudgeQuestion, question_of, sha256
 from tinyrl.rewards.rubric import read_rubric
-from tinyrl.rewards.verdict import MOST_SHOWN, only_verdict, order_of, score_within
+from tinyrl.rewards.verdict import MOST_SHOWN, only_verdict, order_of, score_within, scores_within
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import truncate
@@ -70,6 +71,14 @@ class JudgeGone(Interrupted):
     """The judge does not answer. Its replies so far are cached, so the run can go on when it is back."""
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What an answer is worth, from 0 to 1, NaN where there is nothing to compare it with; parts: by criterion."""
+
+    score: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
 class JudgeReward:
     """A judge as a reward function (functions.py). State: its cache of replies; `usage` since it was last read:
     requests sent, replies from the cache, tokens, seconds of waiting; `asked`: questions in all; `refused`: parameters
@@ -81,7 +90,6 @@ class JudgeReward:
 
     def __init__(self, config: RewardFunctionConfig, *, timeout_s: float, weight: float = 1.0) -> None:
         assert config.url is not None
-        assert config.rubric is not None
         self.config = config
         self.weight = weight
         self.timeout_s = timeout_s
@@ -152,6 +160,11 @@ class JudgeReward:
     def close(self) -> None:
         self.cache.close()
 
+    @property
+    def parts(self) -> list[str]:
+        """Return the names of the criteria."""
+        return [one.name for one in self.rubric.criteria]
+
     def __call__(
         self,
         prompts: Sequence[Any],
@@ -181,12 +194,15 @@ class JudgeReward:
                 )
             )
         call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
+        call.parts = {one.name: [math.nan] * len(prompts) for one in self.rubric.criteria}
         for question, reply in zip(questions, self._ask([question.body for question in questions]), strict=True):
             shown = question.order
             try:
-                for row, score in zip(shown, self.read_scores(reply, len(shown)), strict=True):
-                    call.values[row] = score
+                for row, verdict in zip(shown, self.read_scores(reply, len(shown)), strict=True):
+                    call.values[row] = verdict.score
                     call.comments[row] = str(reply).strip()
+                    for name, score in verdict.parts.items():
+                        call.parts[name][row] = score
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in shown]
         return call
@@ -323,19 +339,25 @@ class JudgeReward:
         self.usage = {name: 0 for name in taken}
         return taken
 
-    def read_scores(self, reply: str | EndpointRefusal, count: int) -> list[float]:
-        """Return a score from 0 to 1 of each of `count` answers as shown; NaN where there is nothing to compare with.
-        Raises ValueError for a reply without a score, or with different ones.
+    def read_scores(self, reply: str | EndpointRefusal, count: int) -> list[Judged]:
+        """Return the scores of each of `count` answers as shown. Raises ValueError for a reply without a score, that of
+        each criterion if there are several, or with different ones.
         """
         if isinstance(reply, EndpointRefusal):
             raise reply
         if self.config.mode == "rank":
             order = only_verdict(reply, "order", partial(order_of, count=count), what=f"order of the {count} answers")
-            return [1.0 - order.index(i) / (count - 1) if count > 1 else math.nan for i in range(1, count + 1)]
+            return [Judged(1.0 - order.index(i) / (count - 1) if count > 1 else math.nan) for i in range(1, count + 1)]
+        if self.rubric.criteria:
+            names = ", ".join(self.rubric.scales)
+            parse = partial(scores_within, scales=self.rubric.scales)
+            scores = only_verdict(reply, "scores", parse, what=f"scores of all criteria ({names}) on their scales")
+            parts = {one.name: one.reward(scores[one.name]) for one in self.rubric.criteria}
+            return [Judged(self.rubric.reward(parts), parts)]
         low, high = self.config.scale
         within = partial(score_within, low=low, high=high)
         score = only_verdict(reply, "score", within, what=f"score from {low:g} to {high:g}")
-        return [(score - low) / (high - low)]
+        return [Judged((score - low) / (high - low))]
 
     def ask_once(self, task: Task, row: Row) -> RowResults:
         """Ask one question: about a row's reference answer, or an empty one; in `rank` mode beside nonsense."""

@@ -84,12 +84,19 @@ class Completions:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge."""
+    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge. parts: names of what it
+    is made of, a judge's criteria, which are logged beside it.
+    """
 
     name: str
     weight: float
     score: Callable[[Completions], RowResults]
     on_main: bool
+    parts: list[str] = field(default_factory=list)
+
+    def with_parts(self, results: RowResults) -> list[RowResults]:
+        """Return the results, then those of each part."""
+        return [results, *(RowResults(results.parts[name]) for name in self.parts)]
 
 
 def unique_names(names: list[str]) -> list[str]:
@@ -159,16 +166,21 @@ class Scorer:
             )
         self.environment_rewards = environment is not None and environment.rewards
         self.sources = self._sources()
-        self.names = [source.name for source in self.sources]
-        self.weights = torch.tensor([source.weight for source in self.sources])
+        self.names = list[str]()  # of the columns of scores: rewards, each followed by its parts
+        weights = list[float]()
+        for source in self.sources:
+            self.names += [source.name, *(f"{source.name}/{part}" for part in source.parts)]
+            weights += [source.weight, *(0.0 for _ in source.parts)]
+        self.weights = torch.tensor(weights)
         self.forget()
 
     def _sources(self) -> list[RewardSource]:
         """List the rewards in the order of their scores."""
-        sources = [
-            RewardSource(function.name, function.weight, partial(self._by_function, function), on_main=True)
-            for function in self.functions
-        ]
+        sources = list[RewardSource]()
+        for function in self.functions:
+            score = partial(self._by_function, function)
+            parts = function.parts if isinstance(function, JudgeReward) else []
+            sources.append(RewardSource(function.name, function.weight, score, on_main=True, parts=parts))
         if self.has_model:
             sources.append(RewardSource("model", 1.0, self._by_model, on_main=False))
         if self.uses_verifier:
@@ -218,8 +230,8 @@ class Scorer:
 
     def judges(self) -> dict[str, JudgeReward]:
         """Return the judges by their names among the rewards."""
-        named = zip(self.names, self.functions, strict=False)
-        return {name: function for name, function in named if isinstance(function, JudgeReward)}
+        named = zip(self.sources, self.functions, strict=False)
+        return {source.name: function for source, function in named if isinstance(function, JudgeReward)}
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -310,7 +322,7 @@ class Scorer:
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined_comments(results))
 
     def _results(self, given: Completions) -> list[RowResults]:
-        """Call the rewards; return their results, in their order."""
+        """Call the rewards; return their results, in the order of `names`."""
         found = dict[str, RowResults]()
         called = [source for source in self.sources if source.on_main]
 
@@ -324,7 +336,7 @@ class Scorer:
         for source in self.sources:
             if not source.on_main:
                 found[source.name] = source.score(given)
-        return [found[source.name] for source in self.sources]
+        return [result for source in self.sources for result in source.with_parts(found[source.name])]
 
     def _by_function(self, function: FunctionReward | JudgeReward, given: Completions) -> RowResults:
         prompts = given.prompts

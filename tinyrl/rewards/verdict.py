@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -126,6 +126,19 @@ def score_within(value: Any, *, low: float, high: float) -> float | None:
     except OverflowError:
         return None
     return score if low <= score <= high else None
+
+
+def scores_within(value: Any, *, scales: Mapping[str, tuple[float, float]]) -> dict[str, float] | None:
+    """Return the score of each criterion, if an object has all of them, each on its scale."""
+    if not isinstance(value, dict):
+        return None
+    found = dict[str, float]()
+    for name, (low, high) in scales.items():
+        score = score_within(value.get(name), low=low, high=high)
+        if score is None:
+            return None
+        found[name] = score
+    return found
 
 
 def order_of(value: Any, *, count: int) -> list[int] | None:
