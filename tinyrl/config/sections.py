@@ -312,6 +312,9 @@ class RewardFunctionConfig(Section):
     scale: Scale = Field(
         default=[0.0, 10.0], description="judge: worst and best score, which become rewards of 0 and 1"
     )
+    images: bool = Field(
+        default=False, description="judge: show it the images of prompts; it must be a model that reads them"
+    )
     key_env: Text | None = Field(default=None, description="judge: environment variable with the API key")
     max_tokens: Positive = Field(default=1024, description="judge: maximum tokens of a reply")
     max_concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(

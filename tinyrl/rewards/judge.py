@@ -195,7 +195,7 @@ class JudgeReward:
             )
         call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
         call.parts = {one.name: [math.nan] * len(prompts) for one in self.rubric.criteria}
-        for question, reply in zip(questions, self._ask([question.body for question in questions]), strict=True):
+        for question, reply in zip(questions, self._ask(questions), strict=True):
             shown = question.order
             try:
                 for row, verdict in zip(shown, self.read_scores(reply, len(shown)), strict=True):
@@ -207,11 +207,11 @@ class JudgeReward:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in shown]
         return call
 
-    def _ask(self, bodies: list[dict[str, Any]]) -> list[str | EndpointRefusal]:
+    def _ask(self, questions: list[JudgeQuestion]) -> list[str | EndpointRefusal]:
         """Return the reply to each question. Equal ones are asked once."""
-        keys = [sha256(json.dumps([self.address, body], sort_keys=True)) for body in bodies]
+        keys = [sha256(json.dumps([self.address, question.body], sort_keys=True)) for question in questions]
         replies: dict[str, str | EndpointRefusal] = {**self._cached(keys)}
-        missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in replies}
+        missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in replies}
         most = self.config.max_requests
         if most is not None and self.asked + len(missing) > most:
             spent = f"the judge was asked {self.asked:,} times, and {len(missing):,} more"
@@ -220,9 +220,9 @@ class JudgeReward:
         free = asyncio.Semaphore(self.config.max_concurrency)
         begun = time.perf_counter()
 
-        async def ask(key: str, body: dict[str, Any]) -> str:
+        async def ask(key: str, question: JudgeQuestion) -> str:
             async with free:
-                reply = await self._reply(body)
+                reply = await self._reply(question)
             with suppress(sqlite3.Error):  # a full disk costs the question once more, not the run
                 self.cache.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
             return reply
@@ -231,7 +231,11 @@ class JudgeReward:
             return await asyncio.gather(*(ask(*one) for one in missing.items()), return_exceptions=True)
 
         answers = until_done(ask_all()) if missing else []
-        spent = {"cached": len(bodies) - len(missing), "requests": len(missing), "seconds": time.perf_counter() - begun}
+        spent = {
+            "cached": len(questions) - len(missing),
+            "requests": len(missing),
+            "seconds": time.perf_counter() - begun,
+        }
         self.usage |= {name: self.usage[name] + more for name, more in spent.items()}
         for key, answer in zip(missing, answers, strict=True):
             if isinstance(answer, BaseException) and not isinstance(answer, EndpointRefusal):
@@ -256,12 +260,17 @@ class JudgeReward:
             return {}
         return {key: reply for key, reply in found.items() if isinstance(reply, str)}
 
-    async def _reply(self, body: dict[str, Any]) -> str:
-        """Send one question, in the thread of the requests; again without a parameter that the endpoint does not take,
-        which is left out from then on, once a question without it is answered. Raises EndpointRefusal or JudgeGone.
+    async def _reply(self, question: JudgeQuestion) -> str:
+        """Send one question with its images, in the thread of the requests; again without a parameter that the endpoint
+        does not take, which is left out from then on, once a question without it is answered. Raises EndpointRefusal or
+        JudgeGone.
         """
         import openai
 
+        try:
+            body = question.sent_body()
+        except ValueError as error:
+            raise EndpointRefusal(f"was not asked: {error}") from None
         left_out = {*self.refused}
         while True:
             taken = self._taken(body, left_out)
