@@ -15,7 +15,10 @@ from tests.rewards.judge_server import Judge, reward
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.rewards.rubric import read_rubric
+from tinyrl.runs.resolve import config_of
 from tinyrl.runs.show import render_samples, select_samples
+from tinyrl.tasks import load_task
+from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.report import write_report
 
 SHORT = {"name": "short", "text": "No longer than needed.", "weight": 1.0}
@@ -106,6 +109,17 @@ def test_a_criterion_that_speaks_of_another_scale_is_refused_until_one_is_given(
         read_rubric(RewardFunctionConfig.model_validate({**ADDRESS, "criteria": [RIGHT, graded]}))
     given = {**graded, "scale": [1.0, 5.0]}
     read_rubric(RewardFunctionConfig.model_validate({**ADDRESS, "criteria": [RIGHT, given]}))
+
+
+def test_a_quick_check_shows_the_score_of_each_criterion(serving: Any, tmp_path: Path) -> None:
+    judge: Judge = serving(lambda system, answers: '{"scores": {"right": 1, "short": 5}}')
+    values = {**ADDRESS, "url": judge.url, "criteria": [RIGHT, SHORT], "cache": str(tmp_path / "cache.sqlite")}
+    config = config_of({"method": "grpo", "task": {"name": "sort"}, "reward": {"functions": [values]}})
+    section = check_judges(config, load_task("sort"), [{"prompt": "letters: b a sorted:", "answer": "ab"}])
+    assert section is not None
+    [line] = section.lines
+    assert "0.875" in line
+    assert "short 0.5" in line
 
 
 def of_letters(system: str, answers: list[str]) -> str:

@@ -347,8 +347,9 @@ class RewardFunctionConfig(Section):
         unread = [name for name in of_judges if name in self.model_fields_set and not self.is_judge]
         if unread:
             raise ValueError(f"{', '.join(unread)}: only of a judge, and use={truncate(self.use)} is a function")
-        needed = ("url", "model") if self.criteria else ("url", "model", "rubric")
-        missing = [name for name in needed if self.is_judge and getattr(self, name) is None]
+        missing = [name for name in ("url", "model") if self.is_judge and getattr(self, name) is None]
+        if self.is_judge and self.rubric is None and not self.criteria:
+            missing.append("rubric or criteria")
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")
         if self.url is not None and (not is_address(self.url) or "@" in self.url or "?" in self.url):
