@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import runpy
 import shlex
@@ -15,10 +16,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.rewards.judge_server import Judge
 from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config, packaged_recipes
+from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.config.settings import SECTIONS, fields_of
+from tinyrl.config.yaml_reader import parse_plain
+from tinyrl.rewards.judge import JudgeReward
 from tinyrl.runs import findings
 from tinyrl.tasks import Task
 from tinyrl.tasks.run_rows import Prompts
@@ -90,6 +95,8 @@ def test_the_code_of_the_pages_runs(tmp_path: Path):
     rewards = loaded("rewards", blocks("rewards.md", "python")[0], tmp_path)
     assert rewards.score(prompts=["?", "?"], completions=["It is 4.", "5"], answer=["4", "4"]) == [1.0, 0.0]
     assert rewards.short(completions=["a"], completion_ids=[[1] * 128]) == [-0.5]
+    later = loaded("later", blocks("rewards.md", "python")[1], tmp_path)
+    assert later.short(completion_ids=[[1] * 128], step=5, num_steps=10, answer=["4"]) == [-0.25]
     sources = dict(
         re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGES["environments.md"], re.MULTILINE | re.DOTALL)
     )
@@ -106,6 +113,19 @@ def test_the_code_of_the_pages_runs(tmp_path: Path):
     assert task.verify is not None
     prompts, right = [task.prompt(row) for row in rows], [row["answer"] for row in rows]
     assert set(task.verify(prompts, [task.gold(row) for row in rows], answer=right)) == {1.0}
+
+
+def test_the_criteria_of_the_page_are_asked_about_and_weighed(tmp_path: Path) -> None:
+    [_, block] = blocks("rewards.md", "yaml")
+    [values] = parse_plain(block, "rewards.md")["reward"]["functions"]
+    judge = Judge(lambda system, answers: json.dumps({"scores": {"right": int("is 4:" in system), "short": 5}}))
+    try:
+        values |= {"url": judge.url, "cache": str(tmp_path / "cache.sqlite")}
+        reward = JudgeReward(RewardFunctionConfig.model_validate(values), timeout_s=20.0)
+        call = reward(["2 + 2?"] * 2, ["4", "5"], {"answer": ["4", "5"]})
+    finally:
+        judge.close()
+    assert call.values == [(3 * 1 + 0.5) / 4, (3 * 0 + 0.5) / 4]
 
 
 @pytest.mark.slow

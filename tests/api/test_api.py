@@ -227,17 +227,22 @@ def scored_by(level: float) -> Callable[..., list[float]]:
     return score
 
 
-def test_two_functions_of_one_name_are_refused_and_one_function_twice_is_not():
+def test_two_functions_of_one_name_are_refused() -> None:
     one = scored_by(0.0)
     for other in (scored_by(100.0), functools.partial(one)):
         with pytest.raises(ValueError, match=r"'score'.*__name__"):
             overrides_from({}, [one, other])
     other = scored_by(100.0)
     other.__name__ = "higher"
-    [word] = overrides_from({}, [one, other, one])
-    assert [each["use"] for each in json.loads(word.partition("=")[2])] == [
-        "__main__:score", "__main__:higher", "__main__:score",
-    ]  # fmt: skip
+    [word] = overrides_from({}, [one, other])
+    assert [each["use"] for each in json.loads(word.partition("=")[2])] == ["__main__:score", "__main__:higher"]
+
+
+@pytest.mark.parametrize("rewards", [[one := scored_by(0.0), one], ["r.py:score", "r.py:score"], [variety, variety]])
+def test_a_function_that_is_given_twice_is_refused(rewards: list[Any]) -> None:
+    """Its scores would count twice, under two names."""
+    with pytest.raises(ValueError, match="twice"):
+        overrides_from({}, rewards)
 
 
 def test_a_new_run_calls_the_newest_function_of_a_name_and_a_resume_refuses_another_one(

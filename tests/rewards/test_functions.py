@@ -7,12 +7,16 @@ import signal
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests import running
 from tests.running import LookedAt
+from tests.tiny_models import TinyModels
+from tests.training.test_resume import assert_same
 from tinyrl.data.images import IMAGE_MARK
 from tinyrl.process import errors
 from tinyrl.process.errors import CodeChanged, Interrupted
@@ -20,7 +24,8 @@ from tinyrl.rewards.functions import FunctionReward
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.training.failing_rewards import describe_failures
 from tinyrl.workers import calls, process
-from tinyrl.workers.loading import parse_use
+from tinyrl.workers.loading import parse_use, use_of
+from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import RowResults
 
 MakeReward = Callable[..., FunctionReward]
@@ -84,6 +89,107 @@ def test_a_function_gets_paths_of_images_and_prompts_in_parts(make_reward: MakeR
     assert shown(reward([asked, "plain"], ["x", "y"], columns)) == [1.0, 1.0]
     parts = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
     assert json.loads((tmp_path / "seen.json").read_text()) == [[parts, "plain"], [["/pictures/a.png"], []]]
+
+
+# ---- how far the run is ----
+
+
+def test_a_function_that_names_them_gets_the_step_and_the_number_of_steps(make_reward: MakeReward):
+    reward = make_reward("""
+        def score(completions, step, num_steps, **columns):
+            return [float(step), float(num_steps), float(len(columns))]
+    """)
+    columns = {"answer": ["1", "2", "3"]}
+    call = reward(["p"] * 3, ["x"] * 3, columns, progress=Progress.at(2, 10))
+    assert shown(call) == [3.0, 10.0, 2.0]  # prompts, answer
+
+
+def test_what_no_step_trains_on_is_scored_as_at_the_end(make_reward: MakeReward):
+    reward = make_reward("""
+        def score(completions, step, trainer_state):
+            return [float(step), float(trainer_state.global_step)]
+    """)
+    for step in (None, 10, 1 << 40):
+        assert shown(reward(["p"] * 2, ["x"] * 2, {}, progress=Progress.at(step, 10))) == [10.0, 10.0]
+    assert shown(reward(["p"] * 2, ["x"] * 2, {}, progress=Progress.at(9, 10))) == [10.0, 9.0]
+
+
+def test_a_column_of_the_same_name_is_the_rows_own(make_reward: MakeReward):
+    reward = make_reward("""
+        def score(completions, step, num_steps):
+            return [float(of_row) + num_steps for of_row in step]
+    """)
+    call = reward(["p"] * 2, ["x"] * 2, {"step": [100, 200]}, progress=Progress.at(0, 10))
+    assert shown(call) == [110.0, 210.0]
+
+
+def test_a_function_that_names_none_sees_its_columns_alone(make_reward: MakeReward, tmp_path: Path):
+    reward = make_reward("""
+        def score(prompts, completions, **columns):
+            open("seen.txt", "w").write(" ".join(columns))
+            return [1.0]
+    """)
+    reward(["p"], ["x"], {"answer": ["1"]}, progress=Progress.at(0, 10))
+    assert (tmp_path / "seen.txt").read_text() == "answer"
+
+
+@pytest.mark.parametrize(
+    ("signature", "state"),
+    [
+        ("completions, trainer_state, **columns", "trainer_state"),
+        ("completions, **kwargs", 'kwargs["trainer_state"]'),
+        ("completions, **kwargs", 'kwargs.get("trainer_state")'),
+    ],
+)
+def test_a_reward_for_trl_reads_trainer_state(signature: str, state: str, make_reward: MakeReward):
+    reward = make_reward(f"""
+        def score({signature}):
+            state = {state}
+            return [state.global_step / state.max_steps] * len(completions)
+    """)
+    assert shown(reward(["p"], ["x"], {}, progress=Progress.at(5, 10))) == [0.5]
+
+
+def test_what_trainer_state_does_not_have_here_is_named(make_reward: MakeReward):
+    reward = make_reward("""
+        def score(completions, trainer_state):
+            return [trainer_state.epoch]
+    """)
+    [reason] = reasons(reward(["p"], ["x"], {}, progress=Progress.at(0, 10))).values()
+    assert "'epoch'" in reason
+    assert "global_step" in reason
+
+
+def test_rows_that_are_tried_alone_are_of_the_same_step(make_reward: MakeReward):
+    reward = make_reward("""
+        def score(completions, step):
+            assert "bad" not in completions
+            return [float(step)] * len(completions)
+    """)
+    call = reward(["p"] * 3, ["x", "bad", "y"], {}, progress=Progress.at(6, 10))
+    assert shown(call) == [7.0, None, 7.0]
+
+
+def annealed(level: float, completions: list[str], step: int, num_steps: int) -> list[float]:
+    """Ten times the step, and a hundred times the number of steps; the rest differs by completion."""
+    return [level + 10 * step + 100 * num_steps + len({*text}) % 2 for text in completions]
+
+
+def test_a_run_scores_by_its_step_evaluates_as_at_its_end_and_resumes_with_the_same_numbers(
+    tiny: TinyModels, tmp_path: Path
+) -> None:
+    functions = {"functions": [{"use": use_of(partial(annealed, 0.0))}]}
+    settings = running.config("grpo", tiny("llama"), reward=functions, run={"epochs": 0.125})  # 2 steps of 4 prompts
+    code, run, looks = running.train(settings, tmp_path)
+    assert code == 0
+    lines = running.metrics(run)
+    by_step = {line["step"]: line["reward/mean"] for line in lines if "reward/mean" in line}
+    assert {step: int(mean // 10) for step, mean in by_step.items()} == {1: 21, 2: 22}
+    assert {int(line["eval/reward_mean"] // 10) for line in lines if "eval/reward_mean" in line} == {22}
+    code, stopped, _ = running.train(settings, tmp_path, name="stopped", stop_at=looks // 2)
+    assert code == 75
+    assert running.go_on(stopped) == 0
+    assert_same(stopped, run, 2)
 
 
 def test_functions_may_name_the_columns_they_take(make_reward: MakeReward):

@@ -7,21 +7,18 @@ import json
 import math
 import re
 import sqlite3
-import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import running
+from tests.rewards.judge_server import ANSWER, Judge, reward
 from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
 from tinyrl.config.derive import with_num_steps
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
@@ -35,80 +32,6 @@ from tinyrl.tools.check import check
 from tinyrl.training.load import load_method
 
 QUICK: dict[str, Any] = {"options": Options(device="cpu"), "quick": True}
-ANSWER = re.compile(r"<answer-(?:(\d+)-)?\w+>\n(.*?)\n</answer", re.S)
-
-
-class Judge:
-    """A server that answers as `reply(system, answers)` says: text, a status, bytes for all of it, None to hang up."""
-
-    def __init__(self, reply: Callable[[str, list[str]], str | bytes | int | None]) -> None:
-        self.reply, self.asked, self.headers = reply, list[dict[str, Any]](), list[dict[str, str]]()
-        self.now = self.most = 0
-        self.refuses: dict[str, str] = {}  # parameters, each with what a question that has it is told
-        self.echo: tuple[int, bytes] | None = None  # the answer to everything
-        self.packed: bytes | None = None  # the same, by gzip
-        judge, lock = self, threading.Lock()
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                with lock:
-                    judge.now += 1
-                    judge.most = max(judge.most, judge.now)
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                judge.asked.append(body)
-                refused = [why for name, why in judge.refuses.items() if name in body]
-                judge.headers.append({name.lower(): value for name, value in self.headers.items()})
-                system, user = (message["content"] for message in body["messages"])
-                said = judge.reply(system, [text for _, text in ANSWER.findall(user)])
-                with lock:
-                    judge.now -= 1
-                if said is None:
-                    self.close_connection = True
-                    return
-                message = {"choices": [{"message": {"content": said}}], "usage": {"total_tokens": 7}}
-                content = said if isinstance(said, bytes) else json.dumps(message).encode()
-                status = said if isinstance(said, int) else 200
-                if refused:
-                    status, content = 400, json.dumps({"error": {"message": refused[0]}}).encode()
-                if judge.echo is not None:
-                    status, content = judge.echo
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                if judge.packed is not None:
-                    content = judge.packed
-                    self.send_header("Content-Encoding", "gzip")
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            request_queue_size = 128
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-
-
-@pytest.fixture
-def serving() -> Iterator[Callable[..., Judge]]:
-    judges: list[Judge] = []
-    yield lambda reply: judges.append(Judge(reply)) or judges[-1]
-    for judge in judges:
-        judge.close()
-
-
-def reward(url: str, folder: Path, *, timeout_s: float = 20.0, **fields: Any) -> JudgeReward:
-    (folder / "rubric.md").write_text(fields.pop("rubric", "Longer is better."), encoding="utf-8")
-    values = {"use": "judge", "url": url, "model": "m", "rubric": str(folder / "rubric.md")}
-    values |= {"cache": str(folder / "cache.sqlite"), **fields}
-    return JudgeReward(RewardFunctionConfig.model_validate(values), timeout_s=timeout_s)
 
 
 def by_length(system: str, answers: list[str]) -> str:
@@ -121,13 +44,17 @@ def by_length(system: str, answers: list[str]) -> str:
 # ---- scores ----
 
 
+def scores_of(judge: JudgeReward, reply: str, count: int = 1) -> list[float]:
+    return [verdict.score for verdict in judge.read_scores(reply, count)]
+
+
 def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     score, rank = (reward("http://127.0.0.1:1", tmp_path, mode=mode) for mode in ("score", "rank"))
-    assert score.read_scores('so so. {"score": 2.5}', 1) == [0.25]
-    assert score.read_scores('{"score": "8"}', 1) == [0.8]
-    assert score.read_scores('```json\n{"score": 5, "why": "x"}\n```', 1) == [0.5]
-    assert rank.read_scores('{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
-    assert rank.read_scores('{"order": [1]}', 1) == pytest.approx([math.nan], nan_ok=True)
+    assert scores_of(score, 'so so. {"score": 2.5}') == [0.25]
+    assert scores_of(score, '{"score": "8"}') == [0.8]
+    assert scores_of(score, '```json\n{"score": 5, "why": "x"}\n```') == [0.5]
+    assert scores_of(rank, '{"order": [3, "1", 2]}', 3) == [0.5, 0.0, 1.0]
+    assert scores_of(rank, '{"order": [1]}') == pytest.approx([math.nan], nan_ok=True)
     for judge, count, replies in (
         (score, 1, ["", "8/10", *(f'{{"score": {x}}}' for x in ("11", '"8/10"', "true", "NaN", "[5]"))]),
         (rank, 3, ["", *(f'{{"order": {x}}}' for x in ("[1, 2]", "[1, 2, 2]", "[0, 1, 2]", '[1, 2, "\u0663"]'))]),
@@ -177,7 +104,7 @@ def test_the_one_score_of_whole_objects_behind_the_thoughts_counts(
         with pytest.raises(ValueError, match="gave"):
             judge.read_scores(reply, 1)
     else:
-        assert judge.read_scores(reply, 1) == pytest.approx([wanted])
+        assert scores_of(judge, reply) == pytest.approx([wanted])
 
 
 @pytest.mark.parametrize("mode", ["score", "rank"])

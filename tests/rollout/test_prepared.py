@@ -58,7 +58,7 @@ def prepared(
 
 
 SEES = {"model_type": "qwen2_5_vl", "vision_config": {}}
-REWARDS = {"functions": [{"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}]}
+JUDGE = {"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}
 
 
 @pytest.mark.parametrize("method", ["grpo", "sft", "ppo", "dpo", "reward"])
@@ -75,7 +75,6 @@ def test_images_are_refused_with_a_model_that_has_no_tower(tmp_path: Path, metho
 
 @pytest.mark.parametrize(("sections", "setting"), [
     ({"method": "distill", "teacher": {"path": "starter"}}, r"teacher\.path"),
-    ({"reward": REWARDS}, "judge"),
     ({"reward": {"model": "starter-reward"}}, r"reward\.model"),
     ({"teacher": {"path": "http://127.0.0.1:9", "kl_coef": 0.1}}, "teacher at an address"),
     ({"generation": {"engine": "server", "url": "http://127.0.0.1:9"}}, r"generation\.engine"),
@@ -88,6 +87,19 @@ def test_what_does_not_see_images_is_refused_before_a_model_is_loaded(
     with pytest.raises(ValueError, match=f"images, which .*{setting}"):
         prepared(tmp_path, sections, config=SEES)
     assert not prepared(tmp_path, sections, config=SEES, image=None).rows.has_images
+
+
+@pytest.mark.parametrize(("images", "count"), [(False, 1), (True, 0)])
+def test_a_judge_that_does_not_see_the_images_of_rows_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, images: bool, count: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rubric.txt").write_text("Is it {answer}?")
+    reward = {"functions": [{**JUDGE, "images": images}]}
+    notes = prepared(tmp_path, {"reward": reward}, config=SEES).rows.notes
+    assert len([note for note in notes if "judge" in note]) == count
+    notes = prepared(tmp_path, {"reward": reward}, config=SEES, image=None).rows.notes
+    assert not [note for note in notes if "judge" in note]
 
 
 def test_a_separate_critic_on_another_base_is_refused_for_rows_with_images(tmp_path: Path) -> None:

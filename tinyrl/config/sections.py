@@ -31,6 +31,7 @@ PositiveFloat = Annotated[float, Field(gt=0, le=LARGEST)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
 Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Scale = Annotated[list[float], Field(min_length=2, max_length=2)]  # worst and best
 Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=10**18)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
@@ -50,6 +51,7 @@ EMBEDDED = {  # models by name; tinyrl/starter has their weights
     "starter": "model", "starter-reward": "reward_model", "starter-teacher": "teacher", "lookup": "lookup_model"
 }  # fmt: skip
 BUILT_IN_ENVIRONMENTS = ("search", "python")
+MOST_CRITERIA = 64  # of a judge; Rubrics as Rewards has 7 to 20
 
 # The runs that settings take in place of a model.
 FULL_POLICY = RunKind(
@@ -281,6 +283,15 @@ class TaskConfig(Section):
     )
 
 
+class CriterionConfig(Section):
+    text: Text = Field(description="what the judge scores; {column} inserts the row's value")
+    name: Annotated[str, Field(pattern=r"^\w+(?:[ .-]\w+)*$", max_length=40)] | None = Field(
+        default=None, description="name of its metric, reward/judge/NAME; null: criterion_1 and so on"
+    )
+    weight: NonNegativeFloat = Field(default=1.0, description="weight in the mean; 0: it is a metric alone")
+    scale: Scale | None = Field(default=None, description="worst and best score; null: the judge's scale")
+
+
 class RewardFunctionConfig(Section):
     use: Annotated[Text, Names("code", "judge")] = Field(description="FILE.py:FUNCTION, or judge")
     weight: Weight = Field(default=1.0, description="weight of the score in the sum")
@@ -291,11 +302,18 @@ class RewardFunctionConfig(Section):
     rubric: Annotated[Text | None, Names("file")] = Field(
         default=None, description="judge: text file with the rubric; {column} inserts the row's value"
     )
+    criteria: Annotated[list[CriterionConfig], Field(max_length=MOST_CRITERIA)] = Field(
+        default_factory=list,
+        description="judge: criteria that are scored apart, in one request; the reward is their weighted mean",
+    )
     mode: Literal["score", "rank"] = Field(
         default="score", description="judge: score each answer, or rank the answers of a group"
     )
-    scale: Annotated[list[float], Field(min_length=2, max_length=2)] = Field(
+    scale: Scale = Field(
         default=[0.0, 10.0], description="judge: worst and best score, which become rewards of 0 and 1"
+    )
+    images: bool = Field(
+        default=False, description="judge: show it the images of prompts; it must be a model that reads them"
     )
     key_env: Text | None = Field(default=None, description="judge: environment variable with the API key")
     max_tokens: Positive = Field(default=1024, description="judge: maximum tokens of a reply")
@@ -314,6 +332,10 @@ class RewardFunctionConfig(Section):
     def is_judge(self) -> bool:
         return self.use == "judge"
 
+    @property
+    def criterion_names(self) -> list[str]:
+        return [one.name or f"criterion_{number}" for number, one in enumerate(self.criteria, start=1)]
+
     @model_serializer(mode="wrap")
     def _as_written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = whole(self)
@@ -325,14 +347,29 @@ class RewardFunctionConfig(Section):
         unread = [name for name in of_judges if name in self.model_fields_set and not self.is_judge]
         if unread:
             raise ValueError(f"{', '.join(unread)}: only of a judge, and use={truncate(self.use)} is a function")
-        missing = [name for name in ("url", "model", "rubric") if self.is_judge and getattr(self, name) is None]
+        missing = [name for name in ("url", "model") if self.is_judge and getattr(self, name) is None]
+        if self.is_judge and self.rubric is None and not self.criteria:
+            missing.append("rubric or criteria")
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")
         if self.url is not None and (not is_address(self.url) or "@" in self.url or "?" in self.url):
             raise ValueError("url: an http address without a password; its key is in the environment: key_env")
-        if self.scale[0] >= self.scale[1]:
+        scales = [self.scale, *(one.scale for one in self.criteria if one.scale is not None)]
+        if any(low >= high for low, high in scales):
             raise ValueError("scale: the worst score, then the best")
+        if self.criteria:
+            self._check_criteria()
         return self
+
+    def _check_criteria(self) -> None:
+        names = self.criterion_names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"criteria: two have the name {twice}, which is that of a metric")
+        if not any(one.weight for one in self.criteria):
+            raise ValueError("criteria: the weight of one, at least, is above 0")
+        if self.mode == "rank":
+            raise ValueError("criteria: only with mode: score; in a ranking the answers of a group have one order")
 
 
 class RewardConfig(Section):

@@ -105,9 +105,17 @@ def describe(section: str) -> list[tuple[str, str, str]]:
         conditions = " and ".join(mark.words for mark in marks if isinstance(mark, OnlyIf))
         only = f"; only if {conditions}" if conditions else ""
         rows.append((key, default, f"{kind['description']} ({allowed(kind, brief=True)}){only}"))
-        for inner, item in fields_in(kind.get("items", {})).items():
-            default = "" if item.get("default") is None else str(item["default"])
-            rows.append((f"{key}[].{inner}", default, f"{item['description']} ({allowed(item, brief=True)})"))
+        rows += describe_items(key, kind)
+    return rows
+
+
+def describe_items(key: str, kind: Kind) -> list[tuple[str, str, str]]:
+    """Return (name, default, meaning) of each field of a list's items, at any depth; [] of another kind."""
+    rows = []
+    for inner, item in fields_in(kind.get("items", {})).items():
+        name = f"{key}[].{inner}"
+        default = "" if item.get("default") is None else str(item["default"])
+        rows += [(name, default, f"{item['description']} ({allowed(item, brief=True)})"), *describe_items(name, item)]
     return rows
 
 

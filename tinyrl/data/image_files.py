@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, orientation
+from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, opened, orientation
 from tinyrl.runs.folders import write_atomic
 from tinyrl.text import first_line, truncate
 from tinyrl.urls import is_address, mask_url
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MOST_FETCHED = 1 << 26  # bytes of an image at an address
 FETCH_S = 60.0  # for an image at an address
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height are swapped
+SENT_SIDES = (("PNG", 2048), *(("JPEG", side) for side in (2048, 1024, 512, 256, 128)))  # what is tried, in pixels
 PNG_MODES = ("1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA")  # which PIL writes as PNG
 
 
@@ -159,6 +160,41 @@ def data_url_of(image: Image) -> str:
         content = Path(image.path).read_bytes()
         kind = MIME.get(str(open_image(io.BytesIO(content)).format), "image/png")
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+@lru_cache(maxsize=16)
+def bounded_data_url(image: Image, most: int) -> str:
+    """Return an image as a data URL that has at most `most` bytes in base64: the file itself, if it is a PNG or JPEG
+    that everybody shows alike, else its pixels as a policy sees them, as PNG or JPEG, made smaller until they fit.
+    Raises ValueError where it cannot be read, has changed, or does not fit.
+    """
+    from PIL.Image import open as open_image
+
+    what = f"the image {truncate(image.path, 200)}"
+    with decoding(what):
+        content = Path(image.path).read_bytes()
+    if hashlib.sha256(content).hexdigest() != image.sha256:
+        raise ValueError(f"{what} has changed: its SHA-256 is no longer {image.sha256}")
+    with decoding(what), open_image(io.BytesIO(content)) as picture:
+        kind = str(picture.format)
+        is_plain = kind in ("PNG", "JPEG") and picture.mode in ("RGB", "L") and "transparency" not in picture.info
+        is_upright = orientation(picture) == 1
+    room = most * 3 // 4  # of which base64 makes four bytes of three
+    if not (is_plain and is_upright and len(content) <= room):
+        kind, content = _fitting(image, room)
+    return f"data:image/{kind.lower()};base64,{base64.b64encode(content).decode()}"
+
+
+def _fitting(image: Image, room: int) -> tuple[str, bytes]:
+    """Return the format and the bytes of an image, made smaller until it has at most so many. Raises ValueError."""
+    picture = opened(image)
+    for kind, side in SENT_SIDES:
+        picture.thumbnail((side, side))
+        file = io.BytesIO()
+        picture.save(file, format=kind)
+        if file.tell() <= room:
+            return kind, file.getvalue()
+    raise ValueError(f"the image {truncate(image.path, 200)} does not fit into {room:,} bytes")
 
 
 def data_of_url(url: str) -> bytes:

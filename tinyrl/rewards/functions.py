@@ -12,6 +12,7 @@ from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.task import Task
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import HERE, FunctionSource, parse_use
+from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import RowResults, is_score
 
 SETTING = "reward.functions: use"
@@ -34,15 +35,23 @@ class FunctionReward(WorkerFunction):
         super().__init__([source], setting=setting, timeout_s=timeout_s, host=host, name=name)
         self.weight = weight
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], columns: dict[str, list[Any]]) -> RowResults:
+    def __call__(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: dict[str, list[Any]],
+        *,
+        progress: Progress | None = None,
+    ) -> RowResults:
         """Score a batch; NaN: the function returned None ("does not apply"), or the row is among the failures. Prompts
-        with images have parts for content, as TRL's have.
+        with images have parts for content, as TRL's have. progress: for a function that asks for it; None: a verifier.
 
         ValueError: a column that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
         after a stop was asked for.
         """
         arguments = {"prompts": [*map(with_parts, prompts)], "completions": list(completions), **columns}
-        results = self.rows(arguments, len(prompts), is_valid=is_score)
+        shared = None if progress is None else progress.arguments()
+        results = self.rows(arguments, len(prompts), is_valid=is_score, shared=shared)
         results.values = [math.nan if score is None else score for score in results.values]
         return results
 

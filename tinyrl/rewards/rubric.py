@@ -1,8 +1,16 @@
-"""The rubric of a judge: its text, and whether the scale that it speaks of is the one that scores are read on."""
+"""The rubric of a judge: its text and criteria, and whether the scale they speak of is the one scores are read on.
+
+Criteria follow Rubrics as Rewards (Gunjal et al. 2025, arXiv:2507.17746), explicit aggregation: the reward is
+sum(w_k s_k) / sum(w_k) over the criteria k. Three deviations: one request asks about all criteria, where the paper asks
+about each alone; a score s_k is on a scale, mapped to 0 to 1, where the paper's is 0 or 1; criteria are a run's, where
+the paper's are a prompt's ({column} makes a text a row's own). tests/rewards/test_criteria.py
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tinyrl.config.refusal import Refusal
@@ -16,28 +24,75 @@ SENTENCE = re.compile(r"[^\n.!?;]*(?:\.\d[^\n.!?;]*)*")
 LARGEST_LOW = 1.0  # scales begin at 0, 1 or below; "8 to 10 if it is right" is a part of one
 
 
-def read_rubric(judge: RewardFunctionConfig) -> str:
-    """Return the text of a rubric. Raises ValueError for a file that cannot be read, and for a rubric that speaks of
+@dataclass(frozen=True)
+class Criterion:
+    """A criterion that a judge scores from `low` (worst) to `high` (best); name: of its metric."""
+
+    name: str
+    text: str
+    weight: float
+    low: float
+    high: float
+
+    def reward(self, score: float) -> float:
+        """Map a score to 0 to 1."""
+        return (score - self.low) / (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Rubric:
+    """What a judge judges by: a text ("" where there are criteria alone), and criteria, if it scores several."""
+
+    text: str
+    criteria: list[Criterion]
+
+    @property
+    def scales(self) -> dict[str, tuple[float, float]]:
+        return {one.name: (one.low, one.high) for one in self.criteria}
+
+    def reward(self, rewards: Mapping[str, float]) -> float:
+        """Return the weighted mean of the criteria's rewards."""
+        total = sum(one.weight * rewards[one.name] for one in self.criteria)
+        return total / sum(one.weight for one in self.criteria)
+
+
+def read_rubric(judge: RewardFunctionConfig) -> Rubric:
+    """Return the rubric of a judge. Raises ValueError for a file that cannot be read, and for a text that speaks of
     another scale than the default one, where none is given.
     """
-    assert judge.rubric is not None
-    try:
-        rubric = Path(judge.rubric).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"reward.functions: rubric {judge.rubric}: {error}") from None
-    is_default = "scale" not in judge.model_fields_set
-    low, high = judge.scale
-    named = named_scale(rubric)
-    if judge.mode == "score" and is_default and named is not None:
-        least, best = named
-        if best != high or least not in (None, low):
-            words = f"up to {best:g}" if least is None else f"from {least:g} to {best:g}"
-            own = f"[{low if least is None else least:g}, {best:g}]"
-            raise ValueError(
-                f"reward.functions: the rubric {judge.rubric} speaks of a scale {words}, and scores are read from "
-                f"{low:g} to {high:g} by default. Give scale: {own}, or scale: [{low:g}, {high:g}] if that is meant"
-            )
-    return rubric
+    text = ""
+    if judge.rubric is not None:
+        try:
+            text = Path(judge.rubric).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"reward.functions: rubric {judge.rubric}: {error}") from None
+    criteria = list[Criterion]()
+    for name, one in zip(judge.criterion_names, judge.criteria, strict=True):
+        low, high = judge.scale if one.scale is None else one.scale
+        criteria.append(Criterion(name=name, text=one.text, weight=one.weight, low=low, high=high))
+    if judge.mode == "score" and "scale" not in judge.model_fields_set:
+        by_default = [one for one, given in zip(criteria, judge.criteria, strict=True) if given.scale is None]
+        if by_default or not criteria:
+            check_scale(text, f"the rubric {judge.rubric}", judge.scale)
+        for one in by_default:
+            check_scale(one.text, f"the criterion {one.name}", judge.scale)
+    return Rubric(text=text, criteria=criteria)
+
+
+def check_scale(text: str, what: str, scale: list[float]) -> None:
+    """Raise ValueError for a text, `what`, that speaks of another scale than `scale`, which nobody has given."""
+    named = named_scale(text)
+    if named is None:
+        return
+    low, high = scale
+    least, best = named
+    if best != high or least not in (None, low):
+        words = f"up to {best:g}" if least is None else f"from {least:g} to {best:g}"
+        own = f"[{low if least is None else least:g}, {best:g}]"
+        raise ValueError(
+            f"reward.functions: {what} speaks of a scale {words}, and scores are read from {low:g} to {high:g} by "
+            f"default. Give scale: {own}, or scale: [{low:g}, {high:g}] if that is meant"
+        )
 
 
 def named_scale(rubric: str) -> tuple[float | None, float] | None:

@@ -32,8 +32,9 @@ from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.rewards.functions import FunctionReward, verifier_of
-from tinyrl.rewards.judge import JudgeGone, JudgeReward, plain_text
+from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
+from tinyrl.rewards.question import plain_text
 from tinyrl.runs.metrics import REWARD_STATISTICS
 from tinyrl.tasks import Task
 from tinyrl.tasks.answers import answer_tokens, as_ended
@@ -43,6 +44,7 @@ from tinyrl.tasks.prompts import LongText, PreparedPrompt, row_columns
 from tinyrl.tasks.turn_text import turn_text
 from tinyrl.text import one_line
 from tinyrl.workers.calls import WorkerFunction
+from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import MAX_SCORE, RowFailure, RowResults
 
 PROMPT_CHARS = 80  # of a prompt, in the output of a reward
@@ -72,6 +74,7 @@ class Completions:
     episodes: list[Episode] | None
     group_size: int | None
     world: World
+    progress: Progress
     texts: list[Any] = field(default_factory=list)
 
     @property
@@ -81,12 +84,19 @@ class Completions:
 
 @dataclass(frozen=True)
 class RewardSource:
-    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge."""
+    """One of the rewards of a run. on_main: rank 0 calls it, since it is user code or a judge. parts: names of what it
+    is made of, a judge's criteria, which are logged beside it.
+    """
 
     name: str
     weight: float
     score: Callable[[Completions], RowResults]
     on_main: bool
+    parts: list[str] = field(default_factory=list)
+
+    def with_parts(self, results: RowResults) -> list[RowResults]:
+        """Return the results, then those of each part."""
+        return [results, *(RowResults(results.parts[name]) for name in self.parts)]
 
 
 def unique_names(names: list[str]) -> list[str]:
@@ -102,8 +112,8 @@ class Scorer:
     """Scores completions. State: a worker process for each reward function and the task's grader, the reward model, and
     what `metrics` reports of the calls since it was last asked.
 
-    policy_format: how the policy's prompts are written; needed: there must be a reward. Raises ValueError where there
-    is none.
+    policy_format: how the policy's prompts are written; num_steps: of the run, for functions that ask how far it is;
+    needed: there must be a reward. Raises ValueError where there is none.
     """
 
     def __init__(
@@ -117,6 +127,7 @@ class Scorer:
         model: SequenceRewardModel | None = None,
         micro_batches: MicroBatches,
         environment: Environment | None = None,
+        num_steps: int = 1,
         needed: bool = True,
     ) -> None:
         self.task = task
@@ -126,6 +137,7 @@ class Scorer:
         self.policy_format = policy_format
         self.micro_batches = micro_batches
         self.environment = environment
+        self.num_steps = num_steps
         self.functions: list[FunctionReward | JudgeReward] = []
         for f in config.functions:
             how: Any = {"timeout_s": config.timeout_s, "weight": f.weight}
@@ -154,16 +166,21 @@ class Scorer:
             )
         self.environment_rewards = environment is not None and environment.rewards
         self.sources = self._sources()
-        self.names = [source.name for source in self.sources]
-        self.weights = torch.tensor([source.weight for source in self.sources])
+        self.names = list[str]()  # of the columns of scores: rewards, each followed by its parts
+        weights = list[float]()
+        for source in self.sources:
+            self.names += [source.name, *(f"{source.name}/{part}" for part in source.parts)]
+            weights += [source.weight, *(0.0 for _ in source.parts)]
+        self.weights = torch.tensor(weights)
         self.forget()
 
     def _sources(self) -> list[RewardSource]:
         """List the rewards in the order of their scores."""
-        sources = [
-            RewardSource(function.name, function.weight, partial(self._by_function, function), on_main=True)
-            for function in self.functions
-        ]
+        sources = list[RewardSource]()
+        for function in self.functions:
+            score = partial(self._by_function, function)
+            parts = function.parts if isinstance(function, JudgeReward) else []
+            sources.append(RewardSource(function.name, function.weight, score, on_main=True, parts=parts))
         if self.has_model:
             sources.append(RewardSource("model", 1.0, self._by_model, on_main=False))
         if self.uses_verifier:
@@ -213,8 +230,8 @@ class Scorer:
 
     def judges(self) -> dict[str, JudgeReward]:
         """Return the judges by their names among the rewards."""
-        named = zip(self.names, self.functions, strict=False)
-        return {name: function for name, function in named if isinstance(function, JudgeReward)}
+        named = zip(self.sources, self.functions, strict=False)
+        return {source.name: function for source, function in named if isinstance(function, JudgeReward)}
 
     def start(self) -> None:
         """Start the workers, so that a reward that does not load is found before training."""
@@ -279,13 +296,15 @@ class Scorer:
         *,
         episodes: list[Episode] | None = None,
         group_size: int | None = None,
+        step: int | None = None,
         world: World = ALONE,
     ) -> Scores:
         """Score B completions (token lists) of B prompts, or the episodes that they are; each `group_size` are of one
-        prompt (None: all are). Of the processes of `world` rank 0 calls the functions, and each reads some of the rows
-        with the reward model.
+        prompt (None: all are). step: of the run, from 0; None: no step trains on them (`Progress.at`). Of the processes
+        of `world` rank 0 calls the functions, and each reads some of the rows with the reward model.
         """
-        given = Completions(prompts, completions, episodes, group_size, world)
+        progress = Progress.at(step, self.num_steps)
+        given = Completions(prompts, completions, episodes, group_size, world, progress)
         results = self._results(given)
         lost = [RowFailure(row, e.failure) for row, e in enumerate(episodes or []) if e.failure is not None]
         counted = self.weights != 0 if self.weights.any() else torch.ones_like(self.weights, dtype=torch.bool)
@@ -303,7 +322,7 @@ class Scorer:
         return Scores(scores, torch.where(dropped, torch.nan, rewards), failures, joined_comments(results))
 
     def _results(self, given: Completions) -> list[RowResults]:
-        """Call the rewards; return their results, in their order."""
+        """Call the rewards; return their results, in the order of `names`."""
         found = dict[str, RowResults]()
         called = [source for source in self.sources if source.on_main]
 
@@ -317,7 +336,7 @@ class Scorer:
         for source in self.sources:
             if not source.on_main:
                 found[source.name] = source.score(given)
-        return [found[source.name] for source in self.sources]
+        return [result for source in self.sources for result in source.with_parts(found[source.name])]
 
     def _by_function(self, function: FunctionReward | JudgeReward, given: Completions) -> RowResults:
         prompts = given.prompts
@@ -326,7 +345,7 @@ class Scorer:
         if isinstance(function, JudgeReward):
             results = function(questions, given.texts, columns, group_size=given.group_size)
         else:
-            results = function(questions, given.texts, columns)
+            results = function(questions, given.texts, columns, progress=given.progress)
         return self._noted(function, results, prompts)
 
     def _by_verifier(self, given: Completions) -> RowResults:

@@ -169,7 +169,7 @@ class Collector:
         samples = self._sample(prompts, groups)
         tokens = [sample.response for sample in samples]
         episodes = [sample.played for sample in samples if sample.played is not None] or None
-        found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, world=self.world)
+        found = self.scorer(repeated, tokens, episodes=episodes, group_size=group_size, step=step, world=self.world)
         failures: list[list[str]] = [[] for _ in samples]
         for failure in found.failures:
             failures[failure.row].append(failure.reason)

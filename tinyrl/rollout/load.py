@@ -107,12 +107,12 @@ def load_collector(
     train_prompts = prompts_of(prepared.rows.train)
     eval_prompts = prompts_of(prepared.rows.held_out)
     policy.try_images()
+    if config.samples:
+        config = with_num_steps(config, rows=len(train_prompts), of_step=config.on_policy.num_prompts)
     if judge is None:
         scorer = load_scorer(config, task, policy=policy, options=options, runner=runner)
     else:
         scorer = judge.with_tokenizer(policy.tokenizer)
-    if config.samples:
-        config = with_num_steps(config, rows=len(train_prompts), of_step=config.on_policy.num_prompts)
     if teacher and config.run.epochs is not None:  # else it is checked before anything is loaded
         check_judge_budgets(config)
     if seed is not None:
@@ -204,5 +204,6 @@ def load_scorer(config: Config, task: Task, *, policy: Policy, options: Options,
         model=model,
         micro_batches=policy.micro_batches,
         environment=runner.environment if runner else None,
+        num_steps=config.run.num_steps,
         needed=config.trains.rewarded,
     )

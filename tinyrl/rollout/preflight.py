@@ -128,8 +128,6 @@ def _blind_settings(config: Config) -> Iterator[Refusal]:
     if not config.samples:
         return
     reward = config.reward
-    if any(function.is_judge for function in reward.functions):
-        yield Refusal(("reward.functions", "task.data"), f"{images} a judge is not shown")
     if reward.model is not None and not is_reward_adapter(reward.model):
         yield Refusal(
             ("reward.model", "task.data"),
@@ -146,6 +144,16 @@ def _blind_settings(config: Config) -> Iterator[Refusal]:
         )
     if config.generation.engine == "server":
         yield Refusal(("generation.engine", "task.data"), f"{images} generation.engine=server is not sent")
+
+
+def image_notes(config: Config) -> list[str]:
+    """Return a warning for each judge that is not shown the images of the rows: it may judge by a reference answer."""
+    return [
+        f"warning: the judge {function.model} does not see the images of the rows; images: true in reward.functions "
+        "shows them"
+        for function in config.reward.functions
+        if function.is_judge and not function.images
+    ]
 
 
 def check_sees_images(config: Config) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.refusal import Refusal, raise_first, refusals_at
 from tinyrl.config.schema import Config
-from tinyrl.rollout.preflight import check_before_loading, check_images
+from tinyrl.rollout.preflight import check_before_loading, check_images, image_notes
 from tinyrl.runs.resolve import check_room_for_responses, resolve
 from tinyrl.tasks import Task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
@@ -45,6 +45,7 @@ def prepare(config: Config) -> PreparedRun:
         rows = replace(rows_of_run(config, task), text=text)
         if rows.has_images:
             check_images(settings.config)
+            rows = replace(rows, notes=[*rows.notes, *image_notes(config)])
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)

@@ -17,9 +17,10 @@ class Metric:
     meaning, healthy, title (none: no chart), unit: the text of its chart in the report; share (a percentage),
     from_zero, floor, any_scale (may be logarithmic): its axis; greedy: greedy held-out values are drawn too; skip_zero:
     no chart where it is zero throughout; examples: measures learning from examples, and heads the report of a run
-    without rewards; series: lines of the chart and their keys, "*" for each reward function. label: in tables of
-    results; column: in the progress display; row: in the summary of a run; score: what it is in the sentence about how
-    a run went, which is of the first that the run has. Everything is shown in the order of the table.
+    without rewards; series: lines of the chart and their keys, "*" for each reward function, "*/*" for each criterion
+    of a judge. label: in tables of results; column: in the progress display; row: in the summary of a run; score: what
+    it is in the sentence about how a run went, which is of the first that the run has. Everything is shown in the order
+    of the table.
     """
 
     key: str
@@ -76,6 +77,11 @@ TABLE = (
         series={"*": "eval/reward/*", "verifier": "eval/verifier_mean"}),
     Metric("reward/functions", "The same in training.", "what rises here rises held out too.",
         title="Reward by function", unit="training, before weights", series={"*": "reward/*"}),
+    Metric("eval/criteria", "What a judge gives for each criterion.",
+        "all rise together; one that falls is paid for the others: give it a larger weight.",
+        title="Held-out score by criterion", unit="0 to 1, before weights", series={"*/*": "eval/reward/*"}),
+    Metric("reward/criteria", "The same in training.", "what rises here rises held out too.",
+        title="Score by criterion", unit="training, before weights", series={"*/*": "reward/*"}),
     Metric("teacher/loss", "Distance to the teacher, which is minimised.", "falls towards 0.",
         title="Distance to the teacher", unit="nats per token", from_zero=True, column="distance"),
     Metric("teacher/quarters", "The same by where a token stands in its response.",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -99,12 +99,14 @@ class WorkerFunction:
         is_valid: Callable[[Any], bool],
         call: str = "score",
         timeout_s: float | None = None,
+        shared: Mapping[str, Any] | None = None,
     ) -> RowResults:
         """Call it with a list of `num_rows` values for each argument.
 
         is_valid    whether a value is one that the call gives: whoever holds the pipe may have written anything
         call        which function of the host
         timeout_s   in place of the function's own
+        shared      values of all rows together, for a function that names them; an argument of the same name wins
 
         ValueError: an argument that the function needs is missing, or one cannot be sent to it. Raises Interrupted soon
         after a stop was asked for, and CodeChanged, which is one.
@@ -113,15 +115,16 @@ class WorkerFunction:
         if not num_rows:
             return RowResults([])
         facts = self.start()
+        shared = {n: value for n, value in (shared or {}).items() if n in facts.asks and n not in arguments}
         for name in facts.required:
-            if name not in arguments:
+            if name not in arguments and name not in shared:
                 raise ValueError(
                     f"{self._setting} takes a column '{name}', which the data does not have."
                     f"{did_you_mean(name, list(arguments))} There are: {', '.join(arguments)}."
                 )
         if facts.parameters is not None:  # it has no **columns
             arguments = {name: arguments[name] for name in facts.parameters if name in arguments}
-        ask = partial(self._ask, call=call, is_valid=is_valid)
+        ask = partial(self._ask, call=call, is_valid=is_valid, shared=shared)
         timeout_s = timeout_s or self._timeout_s
         rows_may_be_guilty = False
         try:
@@ -175,10 +178,11 @@ class WorkerFunction:
         *,
         call: str,
         is_valid: Callable[[Any], bool],
+        shared: dict[str, Any],
         timeout_s: float,
     ) -> RowResults:
         """Call the function. Raises CallFailed, and ValueError for arguments that are not JSON."""
-        request = {"arguments": arguments, "num_rows": num_rows, "call": call}
+        request = {"arguments": arguments, "shared": shared, "num_rows": num_rows, "call": call}
         try:
             reply = self._reply(request, timeout_s)
         except (TypeError, ValueError, RecursionError):

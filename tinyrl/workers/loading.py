@@ -56,18 +56,24 @@ def use_of(function: Callable[..., Any]) -> str:
 
 
 def uses_of(functions: Iterable[Any]) -> list[str]:
-    """Return `use_of` each function; a text is one already. ValueError for two different functions of one name."""
-    uses: list[str] = []
-    handed: dict[str, Any] = {}
+    """Return `use_of` each function; a text is one already. ValueError for one that is given twice, and for two
+    different functions of a notebook with one name.
+    """
+    uses = list[Any]()
+    given = list[Any]()
     for function in functions:
         use = use_of(function) if callable(function) else function
-        uses.append(use)
-        if callable(function) and handed.setdefault(use, function) != function:
-            name = use.rpartition(":")[2]
+        if use in uses:
+            name = str(use).rpartition(":")[2]
+            is_same = not str(use).startswith(f"{HERE}:") or given[uses.index(use)] == function
+            if is_same:
+                raise ValueError(f"'{name}' is given twice; give it once, with its weight: {{{name}: 2.0}}")
             raise ValueError(
                 f"two different functions are called '{name}'; give one of them another name, which its metrics have "
                 "too: function.__name__ = 'another_name'"
             )
+        uses.append(use)
+        given.append(function)
     return uses
 
 

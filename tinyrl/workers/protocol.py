@@ -2,7 +2,7 @@
 
     {"id", "timeout_s", "load": {"sources": [{"module", "file", "function"}], "host", "sys_path"}}
         -> {"id", "facts": the fields of ServiceFacts}
-    {"id", "timeout_s", "call", "arguments": {name: list}, "num_rows"}
+    {"id", "timeout_s", "call", "arguments": {name: list}, "shared": {name: value}, "num_rows"}
         -> {"id", "values": one per row, null for none, "failures": [[row, reason], ...], "comments", "slowest"}
 
 Where the function's code raises, the reply is {"id", "error": text, "at": "file.py, line 3" or ""}. Each reply of a
@@ -36,12 +36,14 @@ class ServiceFacts:
 
     parameters  names of the arguments that its calls take; None: any
     required    arguments that must be given
+    asks        arguments that are named, also where any is taken
     whole       calls whose rows are not tried one by one when they fail
     of_host     fields of the host's own record, which `WorkerFunction.host_facts` reads
     """
 
     parameters: list[str] | None = None
     required: list[str] = field(default_factory=list)
+    asks: list[str] = field(default_factory=list)
     whole: list[str] = field(default_factory=list)
     of_host: dict[str, Any] = field(default_factory=dict)
 
@@ -98,10 +100,11 @@ def facts_in(reply: dict[str, Any]) -> ServiceFacts:
         case {
             "parameters": list() | None as parameters,
             "required": list(required),
+            "asks": list(asks),
             "whole": list(whole),
             "of_host": dict(of_host),
         }:
-            return ServiceFacts(parameters, required, whole, of_host)
+            return ServiceFacts(parameters, required, asks, whole, of_host)
     raise Malformed
 
 

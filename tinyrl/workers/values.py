@@ -32,12 +32,14 @@ class RowResults:
     failures    rows that failed, with the reason
     comments    a text for each score; empty if the function gave none
     slowest     (seconds, row) of the slowest row, if rows were timed
+    parts       scores that the values are made of, by name, one per row: a judge's criteria
     """
 
     values: list[Any]
     failures: list[RowFailure] = field(default_factory=list)
     comments: list[str] = field(default_factory=list)
     slowest: tuple[float, int] | None = None
+    parts: dict[str, list[float]] = field(default_factory=dict)
 
 
 def all_failed(num_rows: int, reason: str) -> RowResults:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from tinyrl.workers import protocol
 from tinyrl.workers.imports import ImportLog
+from tinyrl.workers.progress import TRAINER_STATE, revived
 from tinyrl.workers.protocol import ServiceFacts
 from tinyrl.workers.values import RowResults, check_scores, message_of
 
@@ -110,7 +111,8 @@ class Loaded:
                 return {"facts": self._load(request["load"]["sources"], request["load"]["host"])}
             assert self._service is not None
             call = self._service.calls[request["call"]]
-            return protocol.encode_results(call(request["arguments"], request["num_rows"]))
+            arguments = {**request["arguments"], **revived(request["shared"])}
+            return protocol.encode_results(call(arguments, request["num_rows"]))
         except BaseException as error:  # user code may raise anything, which is our answer
             if is_ours(error):
                 raise
@@ -171,12 +173,18 @@ def reward(objects: list[Any]) -> Service:
 
 
 def facts_of(function: Callable[..., Any]) -> ServiceFacts:
-    """Return the facts of a service that calls one function: its parameters, and those that it must be given."""
+    """Return the facts of a service that calls one function: its parameters, and those that it must be given.
+
+    As TRL hands trainer_state to every function, one with **kwargs also asks for it by reading kwargs["trainer_state"].
+    """
     parameters = inspect.signature(function).parameters.values()
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
     required = [each.name for each in named if each.default is each.empty]
-    return ServiceFacts(parameters=None if takes_all else [each.name for each in named], required=required)
+    names = [each.name for each in named]
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    asks = [*names, TRAINER_STATE] if takes_all and TRAINER_STATE in constants else names
+    return ServiceFacts(parameters=None if takes_all else names, required=required, asks=asks)
 
 
 @functools.cache

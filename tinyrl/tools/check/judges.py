@@ -21,12 +21,14 @@ def check_judges(config: Config, task: Task, rows: list[Row]) -> CheckSection | 
         if not function.is_judge:
             continue
         failed = ""
-        score = float("nan")
+        scored = ""
         with closing(JudgeReward(function, timeout_s=config.reward.timeout_s)) as judge:
             judge.start()
             try:
                 call = judge.ask_once(task, rows[0])
-                score = call.values[0]
+                parts = [f"{name} {format_number(of[0])}" for name, of in call.parts.items()]
+                by_criterion = f" ({', '.join(parts)})" if parts else ""
+                scored = f"{format_number(call.values[0])}{by_criterion}"
                 failed = next((failure.reason for failure in call.failures), "")
             except JudgeGone as gone:
                 failed = str(gone)
@@ -35,7 +37,7 @@ def check_judges(config: Config, task: Task, rows: list[Row]) -> CheckSection | 
             section.lines.append(escape_control(failed))
             section.findings.append(a_judge_without_a_score(failed))
         else:
-            section.lines.append(f"{function.model}: {format_number(score)} for the first row's answer")
+            section.lines.append(f"{function.model}: {scored} for the first row's answer")
     return section if section.lines else None
 
 

@@ -31,6 +31,7 @@ from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import one_line
 from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
+from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import RowResults
 
 if TYPE_CHECKING:
@@ -307,6 +308,7 @@ class TextScorer:
         self.name = " + ".join(function.name for function in functions)
         self.prompts = [asked_of(task.prompt(row)) for row in rows]
         self.columns = row_columns(rows)
+        self.progress = Progress.at(None, config.run.num_steps)
         self.is_played = has_environment(config, task)
         self.gets_messages = self.is_played or not isinstance(self.prompts[0], str)
         self.failures = list[str]()
@@ -327,7 +329,7 @@ class TextScorer:
             columns[IDS] = [of[: self.config.generation.max_new_tokens] for of in ids]  # no completion is longer
         calls: list[tuple[RowResults, float]] = []
         for function in self.functions:
-            calls.append((function(prompts, completions, columns), function.weight))
+            calls.append((function(prompts, completions, columns, progress=self.progress), function.weight))
         scores = np.array([weight * np.array(call.values) for call, weight in calls])
         total = np.where(np.isnan(scores).all(0), math.nan, np.nansum(scores, 0))
         failed = set[int]()

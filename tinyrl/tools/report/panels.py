@@ -22,6 +22,7 @@ from tinyrl.text import one_line
 COLUMNS = 3
 MOST_RUNS = 8  # more colours cannot be told apart
 MOST_FUNCTIONS = 5
+MOST_CRITERIA = 8  # more colours cannot be told apart
 MOST_POINTS = 300
 MOST_MARKS = 100
 MOST_BARS = 100  # of a curve, of points drawn one by one, of the time by phase
@@ -188,15 +189,34 @@ def metrics_of(runs: list[RunRecords]) -> list[Metric]:
 
 def functions_of(run: RunRecords) -> list[str]:
     """Return the names of the first reward functions of a run."""
+    return [name for name in reward_names(run) if "/" not in name][:MOST_FUNCTIONS]
+
+
+def criteria_of(run: RunRecords) -> list[str]:
+    """Return the names of the first criteria of a run's judges: judge/NAME."""
+    return [name for name in reward_names(run) if "/" in name][:MOST_CRITERIA]
+
+
+def reward_names(run: RunRecords) -> list[str]:
+    """Return the names of a run's rewards, and of what they are made of."""
     keys = [key.removeprefix("eval/") for key in run.metric_names() if key not in REWARD_STATISTICS]
-    return sorted({key.removeprefix("reward/") for key in keys if key.startswith("reward/")})[:MOST_FUNCTIONS]
+    return sorted({key.removeprefix("reward/") for key in keys if key.startswith("reward/")})
 
 
 def series_of(metric: Metric, run: RunRecords) -> list[Line]:
     """Return the lines of a chart of several keys, numbered by colour."""
     keys: dict[str, str] = {}
     for name, key in metric.series.items():
-        keys |= {function: key.replace("*", function) for function in functions_of(run)} if name == "*" else {name: key}
+        match name:
+            case "*":
+                keys |= {function: key.replace("*", function) for function in functions_of(run)}
+            case "*/*":
+                criteria = criteria_of(run)
+                of_one = len({criterion.partition("/")[0] for criterion in criteria}) == 1
+                labels = [criterion.partition("/")[2] if of_one else criterion for criterion in criteria]
+                keys |= {label: key.replace("*", one) for label, one in zip(labels, criteria, strict=True)}
+            case _:
+                keys[name] = key
     if run.points("eval/verifier_mean") == run.points("eval/reward_mean"):
         keys.pop("verifier", None)
     lines = []
