@@ -269,8 +269,8 @@ def trial(**fields: Any) -> ScoredTexts:
 
 def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:
     other = "the environment's"
-    [alone] = lines_of(trial(other=other), name="score", seconds=0.0, rows=3)
-    [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", seconds=0.0, rows=3)
+    [alone] = lines_of(trial(other=other), name="score", rows=3)
+    [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", rows=3)
     assert (other in alone, other in failed) == (True, False)
 
 

@@ -59,6 +59,7 @@ SAME = [[0.5] * 8] * 16
     ("seen", "name", "change"),
     [
         ({"rewards": [[1.0, math.nan] * 4] * 16, "failed": "no table"}, "rewards dropped", "reward"),
+        ({"rewards": [[math.nan] * 8] * 16}, "no reward yet", "tinyrl train sft"),
         ({"rewards": SAME}, "one reward for everything", "reward"),
         ({"rewards": MIXED, "cut": True}, "nothing ends", "generation.stop"),
         ({"rewards": MIXED, "texts": ["", "3 4"] * 4}, "empty completions", "task.chat"),
@@ -74,6 +75,16 @@ SAME = [[0.5] * 8] * 16
 def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) -> None:
     fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "rollout_seconds")}
     assert change in found(planted(groups_of(**fields), **seen))[name]
+
+
+@pytest.mark.parametrize(("reward", "name"), [(math.nan, "no reward yet"), (0.0, "too hard")])
+def test_a_format_that_is_never_written_is_shown_beside_what_is(reward: float, name: str) -> None:
+    groups = groups_of([[reward] * 8] * 16, texts=[f"It is {i}" for i in range(8)])
+    seen = planted(groups, knows_gold=True, paid_example="<answer>7</answer>")
+    [finding] = section(seen).findings
+    assert finding.name == name
+    assert "<answer>7</answer>" in finding.what
+    assert "It is 0" in finding.what
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 8, [0.5] * 8, [1.0] * 8])

@@ -34,7 +34,7 @@ from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.first_row import read_first_row
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
-from tinyrl.tools.check.reward import check_reward, has_environment
+from tinyrl.tools.check.reward import RewardSection, check_reward, has_environment
 from tinyrl.tools.check.section import CheckSection
 
 if TYPE_CHECKING:
@@ -133,10 +133,14 @@ def _with_models(
             if not isinstance(method, OnPolicy):
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
-            gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
-            knows_gold = gold is not None and gold >= config.task.solved_reward
+            reward = next(part for part in parts if isinstance(part, RewardSection))
             trial = policy.look(
-                method.collector, knows_gold=knows_gold, prompts=prompts, samples=samples, minutes=minutes
+                method.collector,
+                knows_gold=reward.knows_right(config.task.solved_reward),
+                paid_example=None if reward.paid is None else reward.paid.example,
+                prompts=prompts,
+                samples=samples,
+                minutes=minutes,
             )
             yield policy.section(trial)
             if write is not None:

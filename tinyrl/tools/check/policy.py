@@ -51,16 +51,17 @@ class Trial:
     """What a policy answered before its first step. A figure that is not known is NaN, for which no condition holds.
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have,
-    without what is read between its turns;
-    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took;
-    player: the environment or agent that plays the episodes, as messages name it.
+    answers, alone or in a form; paid_example: an answer in the form that it pays for; rollout_seconds: to sample a
+    step; positions: tokens that an answer behind the longest prompt may have, without what is read between its turns;
+    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took; player: the
+    environment or agent that plays the episodes, as messages name it.
     """
 
     config: Config
     groups: list[list[Answer]]
     greedy: list[Answer]
     knows_gold: bool = False
+    paid_example: str | None = None
     rollout_seconds: float = 0.0
     positions: float = math.inf
     prompts_there: int = 0
@@ -184,7 +185,13 @@ class Trial:
 
 
 def look(
-    collector: Collector, *, knows_gold: bool, prompts: int = 64, samples: int | None = None, minutes: float = 2.0
+    collector: Collector,
+    *,
+    knows_gold: bool,
+    paid_example: str | None = None,
+    prompts: int = 64,
+    samples: int | None = None,
+    minutes: float = 2.0,
 ) -> Trial:
     """Sample answers to at most so many training prompts, for at most so many minutes; at least to one. No weight is
     changed.
@@ -217,6 +224,7 @@ def look(
         greedy,
         player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
         knows_gold=knows_gold,
+        paid_example=paid_example,
         rollout_seconds=seconds_a_row * config.on_policy.batch_size,
         positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there) - between,
         prompts_there=len(there),
@@ -245,12 +253,18 @@ def with_spread(groups: list[list[Answer]], size: int) -> float:
 # ---- findings ----
 
 LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to reference answers."
+FORMAT_FIRST = (
+    "Teach the format first by some steps of tinyrl train sft, show an example of it in the prompt "
+    "(task.system_prompt), or give a partial reward for parts of it."
+)
 
 
 def rewards_dropped(trial: Trial) -> Finding | None:
-    """A quarter of the completions or more have no reward, where the method needs one."""
+    """A quarter of the completions or more have no reward, where the method needs one; all of them are `no_reward_yet`
+    unless something failed.
+    """
     share = trial.dropped
-    if not trial.config.trains.rewarded or share < 0.25:
+    if not trial.config.trains.rewarded or share < 0.25 or is_never_rewarded(trial):
         return None
     episodes = [answer.failed for answer in trial.answers if answer.play_failed]
     if trial.play_failed > share / 2:  # most of those without a reward
@@ -271,6 +285,35 @@ def rewards_dropped(trial: Trial) -> Finding | None:
     )
 
 
+def is_never_rewarded(trial: Trial) -> bool:
+    """Return whether no completion has a reward, although nothing failed: functions gave None for each."""
+    return not trial.rewards and not any(answer.failed for answer in trial.answers)
+
+
+def no_reward_yet(trial: Trial) -> Finding | None:
+    """No completion has a reward, as the policy never writes the format that the reward reads."""
+    if not trial.config.trains.rewarded or not is_never_rewarded(trial):
+        return None
+    change = FORMAT_FIRST
+    if trial.paid_example is None:
+        change += " If completions do have the right format, print what the function gets (docs/rewards.md)."
+    return Finding(
+        name="no reward yet",
+        what=f"None of {len(trial.answers)} completions had a reward: its functions give none to what they cannot "
+        f"read. {format_beside_text(trial)}",
+        change=change,
+        figures={"dropped": trial.dropped},
+    )
+
+
+def format_beside_text(trial: Trial) -> str:
+    """Return sentences with what the policy writes and, where it is known, an answer that the reward pays for."""
+    written = f"The policy writes {one_line(trial.answers[0].text, SHOWN)!r}"
+    if trial.paid_example is None:
+        return f"{written}."
+    return f"{written}, and the reward pays for {one_line(trial.paid_example, SHOWN)!r}."
+
+
 def is_constant(trial: Trial) -> bool:
     """Return whether all rewards are the same although the texts differ, too easy and too hard aside."""
     one_reward = len({answer.reward for answer in rewarded(trial.answers)}) == 1
@@ -283,8 +326,9 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
         return None
     return Finding(
         name="one reward for everything",
-        what=f"All completions, {trial.texts} different texts, have the reward {trial.reward_mean:.3g}.",
-        change=LOOK,
+        what=f"All completions, {trial.texts} different texts, have the reward {trial.reward_mean:.3g}. "
+        f"{format_beside_text(trial)}",
+        change=f"If the reward reads another format: {FORMAT_FIRST} If not: {LOOK}",
         figures={"texts": float(trial.texts), "reward_mean": trial.reward_mean},
     )
 
@@ -295,7 +339,7 @@ def right_answers_in_another_form(trial: Trial) -> Finding | None:
     share = len(missed) / len(trial.answers)
     if share < LEAST_MISSED:
         return None
-    gold = str(missed[0].gold)
+    gold = trial.paid_example or str(missed[0].gold)
     form = f"...{gold[-SHOWN:]!r}" if len(gold) > SHOWN else repr(gold)
     return Finding(
         name="right answers in another form",
@@ -432,7 +476,10 @@ def decided_prompts(trial: Trial) -> Finding | None:
         return None
     if trial.pass_rate <= 0.2 and trial.spread < 0.05:
         name = "too hard"
-        change = "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."
+        change = (
+            "Easier prompts, some steps of tinyrl train sft on worked answers, an example in the prompt, or a reward "
+            "given in steps."
+        )
     elif trial.pass_rate >= 0.9:
         name = "too easy"
         change = "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."
@@ -446,9 +493,12 @@ def decided_prompts(trial: Trial) -> Finding | None:
     what = f"{flat:.0%} of the groups would have one reward for all, which teaches nothing"
     if not trial.has_groups:
         what = f"{flat:.0%} of the prompts have one reward for all completions, which teaches little"
+    right = f"{trial.pass_rate:.1%} of the completions are right."
+    if not any(trial.pass_rates):
+        right = f"none of {len(trial.answers)} completions is right. {format_beside_text(trial)}"
     return Finding(
         name=name,
-        what=f"{what}; {trial.pass_rate:.1%} of the completions are right.",
+        what=f"{what}; {right}",
         change=change,
         figures={"flat": flat, "pass_rate": trial.pass_rate},
     )
@@ -518,6 +568,7 @@ def a_long_run(trial: Trial) -> Finding | None:
 
 
 FINDINGS = (
+    no_reward_yet,
     rewards_dropped,
     one_reward_for_everything,
     right_answers_in_another_form,
