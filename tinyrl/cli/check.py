@@ -42,7 +42,7 @@ def check(
     prompts: int = typer.Option(64, min=1, help="maximum number of training prompts to sample from"),
     samples: int | None = typer.Option(None, min=2, help="completions per prompt; default: a group, at least 8"),
     minutes: float = typer.Option(
-        2.0, min=0.01, help="time limit for sampling and the largest step; parts that would take longer are skipped"
+        2.0, min=0.01, help="time limit for the largest step, if it fits, and for sampling in what that leaves"
     ),
     write: str | None = typer.Option(
         None, metavar="ROWS.jsonl", help="write the rows to this file, with a column pass_rate"

@@ -110,8 +110,9 @@ def find_holes(score: Score, task: Task, rows: list[Row], answers: RightAnswers)
         pairs = zip(texts, right.values(), strict=True)
         texts[:] = [text if text is None or is_wrong(text, value) else None for text, value in pairs]
     kinds = [kind for kind in kinds if any(text is not None for text in kind[2])]
-    golds: list[Texts] = [[answers.given[i] for i in where]]
-    golds += [[*texts] for texts in in_forms([*right.values()]).values()]
+    golds = list[Texts]()
+    for texts in ([answers.given[i] for i in where], *in_forms([*right.values()]).values()):
+        golds.append([*texts])
     best = np.fmax.reduce(scored(golds))
     scores = scored([texts for _, _, texts in kinds])
     low = np.fmin.reduce(scores)

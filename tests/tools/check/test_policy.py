@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tinyrl.config.recipe import load_config
-from tinyrl.tools.check import policy
+from tinyrl.tools.check import policy, sampled
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import Trial, look, rates_by_row, section, with_spread
+from tinyrl.tools.check.policy import Trial, rates_by_row, section, with_spread
+from tinyrl.tools.check.sampled import Pace, look
 
 
 def groups_of(
@@ -179,6 +180,18 @@ class Clock:
         return [answer] * (samples * len(prompts))
 
 
+def collector_of(prompts: int, *, longest_response: int = 8) -> Any:
+    """A collector of a step of 32 prompts, 8 completions each, of which one token takes 10 / 8 seconds."""
+    return SimpleNamespace(
+        config=load_config("grpo", "starter-grpo", overrides=[]),
+        train_prompts=[SimpleNamespace(tokens=[0]) for _ in range(prompts)],
+        eval_prompts=[],
+        policy=SimpleNamespace(positions=64),
+        runner=None,
+        longest_response=longest_response,
+    )
+
+
 @pytest.mark.parametrize(
     ("minutes", "tried"),
     [
@@ -190,16 +203,31 @@ class Clock:
 )
 def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(policy, "time", clock)
-    monkeypatch.setattr(policy, "answers", clock.sampled)
-    config = load_config("grpo", "starter-grpo", overrides=[])
-    prompts = [SimpleNamespace(tokens=[0]) for _ in range(20)]
-    collector: Any = SimpleNamespace(
-        config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64), runner=None, longest_response=8
-    )
-    trial = look(collector, knows_gold=False, minutes=minutes)
+    monkeypatch.setattr(sampled, "time", clock)
+    monkeypatch.setattr(sampled, "answers", clock.sampled)
+    trial = look(collector_of(20), knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
     assert trial.seconds == 10.0 * tried
+
+
+def test_the_largest_step_comes_before_more_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 minutes it is to have 16, three times a rollout of 32 prompts; 5 are too few for it."""
+    clock = Clock()
+    monkeypatch.setattr(sampled, "time", clock)
+    monkeypatch.setattr(sampled, "answers", clock.sampled)
+    trials = [look(collector_of(64, longest_response=1), knows_gold=False, minutes=minutes) for minutes in (20, 5)]
+    assert [trial.step_seconds for trial in trials] == [960.0, 960.0]
+    assert [trial.prompts for trial in trials] == [24, 30]
+
+
+def test_prompts_that_are_sampled_together_are_counted_on_by_what_they_took() -> None:
+    """Eight at a time take hardly longer than one."""
+    pace = Pace(collector_of(64, longest_response=1), samples=8)
+    answer = groups_of([[1.0] * 8])[0]
+    for prompts, seconds in ((1, 10.0), (2, 11.0)):
+        pace.add(answer, prompts=prompts, sampling=0.0, seconds=seconds)
+    assert [pace.predicted(prompts) for prompts in (1, 2, 8)] == [10.0, 11.0, 17.0]
+    assert [pace.fitting(left) for left in (9.0, 12.5, 60.0)] == [0, 3, 4]  # at most twice as many as before
 
 
 @pytest.mark.parametrize(("samples", "known"), [(2, 0), (8, 1)])

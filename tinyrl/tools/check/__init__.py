@@ -5,7 +5,9 @@ first_row.py       the first row as the model reads it, without a model
 reward.py          the reward tried on rows, without a model
 environment.py     the environment tried with scripted turns, without a model; tool_arguments.py: calls of a tool
 offline.py         memory by arithmetic
+right_answers.py   the column of right answers, and the form that a reward pays for
 loaded.py          what needs the models: their numbers, answers
+sampled.py         answers to some prompts, in the time that there is
 policy.py          what the answers say
 largest_step.py    the largest step
 """
@@ -111,7 +113,7 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import largest_step, loaded, policy  # with torch
+    from tinyrl.tools.check import largest_step, loaded, policy, sampled  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
@@ -134,7 +136,7 @@ def _with_models(
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             reward = next(part for part in parts if isinstance(part, RewardSection))
-            trial = policy.look(
+            trial = sampled.look(
                 method.collector,
                 knows_gold=reward.knows_right(config.task.solved_reward),
                 paid_example=None if reward.paid is None else reward.paid.example,
@@ -146,9 +148,8 @@ def _with_models(
             if write is not None:
                 line = policy.write_rates(write, prepared, policy.rates_by_row(trial))
                 yield CheckSection("rates", [line])
-            seconds = largest_step.estimated_seconds(trial, method.collector)
-            if trial.seconds + seconds > 60 * minutes:
-                yield largest_step.rough_step(config, seconds, minutes=minutes, device=options.device)
+            if trial.seconds + trial.step_seconds > 60 * minutes:
+                yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)
             else:
                 yield largest_step.worst_step(method, text=prepared.rows.text)
 

@@ -1,4 +1,4 @@
-"""Sample answers to some training prompts before a run, and find what would keep it from learning.
+"""Find what would keep a run from learning by answers to some of its training prompts.
 
 A finding is a function of the trial, as those of a run are of its records (runs/findings.py).
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +17,9 @@ from pathlib import Path
 
 from tinyrl.config.advice import longer_responses
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
-from tinyrl.evaluation.statistics import grouped
+from tinyrl.data.rows import PASS_RATE, row_key
 from tinyrl.formatting import format_number, format_seconds
 from tinyrl.nan import mean, numbers
-from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.folders import write_atomic
@@ -30,11 +27,9 @@ from tinyrl.runs.records import json_safe, to_float
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import one_line
-from tinyrl.tools.check.loaded import Answer, answers
+from tinyrl.tools.check.loaded import Answer
 from tinyrl.tools.check.section import CheckSection
 
-FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
-ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
 FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
@@ -52,9 +47,9 @@ class Trial:
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
     answers, alone or in a form; paid_example: an answer in the form that it pays for; rollout_seconds: to sample a
-    step; positions: tokens that an answer behind the longest prompt may have, without what is read between its turns;
-    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took; player: the
-    environment or agent that plays the episodes, as messages name it.
+    step; step_seconds: estimated for the largest one; positions: tokens that an answer behind the longest prompt may
+    have, without what is read between its turns; prompts_there: prompts to train on; prompts_wanted: of them to be
+    tried; seconds: that the trial took; player: the environment or agent that plays the episodes, as messages name it.
     """
 
     config: Config
@@ -63,6 +58,7 @@ class Trial:
     knows_gold: bool = False
     paid_example: str | None = None
     rollout_seconds: float = 0.0
+    step_seconds: float = 0.0
     positions: float = math.inf
     prompts_there: int = 0
     prompts_wanted: int = 0
@@ -182,55 +178,6 @@ class Trial:
     @property
     def texts(self) -> int:
         return len({answer.text for answer in self.answers})
-
-
-def look(
-    collector: Collector,
-    *,
-    knows_gold: bool,
-    paid_example: str | None = None,
-    prompts: int = 64,
-    samples: int | None = None,
-    minutes: float = 2.0,
-) -> Trial:
-    """Sample answers to at most so many training prompts, for at most so many minutes; at least to one. No weight is
-    changed.
-    """
-    started = time.perf_counter()
-    config = collector.config
-    there = collector.train_prompts
-    samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
-    chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
-    at_a_time = max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))
-    groups = list[list[Answer]]()
-    greedy = list[Answer]()
-    fitting = 1  # the first prompt tells how long one takes
-    seconds_a_row = 0.0
-    while fitting and len(groups) < len(chosen):
-        some = chosen[len(groups) : len(groups) + fitting]
-        before = time.perf_counter()
-        groups += grouped(answers(collector, some, samples, greedy=False), samples)
-        seconds_a_row = (time.perf_counter() - before) / (samples * len(some))
-        greedy += answers(collector, some, 1, greedy=True)
-        now = time.perf_counter()
-        left = 60 * minutes - (now - started)
-        seconds_a_prompt = (now - before) / len(some)
-        fitting = max(0, min(at_a_time, math.floor(left / max(seconds_a_prompt, 1e-9))))
-    environment = None if collector.runner is None else collector.runner.environment
-    between = collector.longest_response - config.generation.max_new_tokens
-    return Trial(
-        config,
-        groups,
-        greedy,
-        player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
-        knows_gold=knows_gold,
-        paid_example=paid_example,
-        rollout_seconds=seconds_a_row * config.on_policy.batch_size,
-        positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there) - between,
-        prompts_there=len(there),
-        prompts_wanted=len(chosen),
-        seconds=time.perf_counter() - started,
-    )
 
 
 def rewarded(answers: list[Answer]) -> list[Answer]:
@@ -622,7 +569,7 @@ def section(trial: Trial) -> CheckSection:
     if trial.prompts < trial.prompts_wanted:
         lines[0] += f" (--minutes left no time for {trial.prompts_wanted - trial.prompts} more)"
     rates = None
-    if trial.knows_right:
+    if trial.knows_right and trial.rewards:
         edges = pairwise([-1.0, *RATES.values()])
         counts = [sum(low < rate <= high for rate in trial.pass_rates) for low, high in edges]
         rates = dict(zip(RATES, counts, strict=True))

@@ -435,7 +435,7 @@ def dresses(section: CheckSection, scorer: TextScorer, answers: RightAnswers, pa
     names = dict.fromkeys(name for _, name, _ in tried)
     section.facts["dresses"] = {name: name not in missed for name in names}
     scored = len(names) - len(missed)
-    line = f"reference answer in the forms of chat models: {scored} of {len(names)} score as it does"
+    line = f"right answers in the forms of chat models: {scored} of {len(names)} are paid in full"
     shown = ", ".join(f"{name} ({one_line(text, SHOWN_FORM)!r})" for name, text in [*missed.items()][:SHOWN_FORMS])
     more = f" and {len(missed) - SHOWN_FORMS} more" if len(missed) > SHOWN_FORMS else ""
     return [f"{line}; not {shown}{more}" if missed else line]
