@@ -184,7 +184,7 @@ def collector_of(prompts: int, *, longest_response: int = 8) -> Any:
     """A collector of a step of 32 prompts, 8 completions each, of which one token takes 10 / 8 seconds."""
     return SimpleNamespace(
         config=load_config("grpo", "starter-grpo", overrides=[]),
-        train_prompts=[SimpleNamespace(tokens=[0]) for _ in range(prompts)],
+        train_prompts=[SimpleNamespace(tokens=[0], row={}) for _ in range(prompts)],
         eval_prompts=[],
         policy=SimpleNamespace(positions=64),
         runner=None,

@@ -8,6 +8,7 @@ offline.py         memory by arithmetic
 right_answers.py   the column of right answers, and the form that a reward pays for
 loaded.py          what needs the models: their numbers, answers
 sampled.py         answers to some prompts, in the time that there is
+images.py          what images take, and whether answers depend on them
 policy.py          what the answers say
 largest_step.py    the largest step
 """
@@ -113,7 +114,7 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import largest_step, loaded, policy, sampled  # with torch
+    from tinyrl.tools.check import images, largest_step, loaded, policy, sampled  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
@@ -133,6 +134,8 @@ def _with_models(
             yield from (rows, *parts)
             yield loaded.check_model(method, notes)
             if not isinstance(method, OnPolicy):
+                if (pictures := images.image_section(method.policy, None)) is not None:
+                    yield pictures
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             reward = next(part for part in parts if isinstance(part, RewardSection))
@@ -145,6 +148,9 @@ def _with_models(
                 minutes=minutes,
             )
             yield policy.section(trial)
+            looks = images.Looks(trial.looks, config.task.solved_reward, is_rewarded=config.trains.rewarded)
+            if (pictures := images.image_section(method.policy, looks)) is not None:
+                yield pictures
             if write is not None:
                 line = policy.write_rates(write, prepared, policy.rates_by_row(trial))
                 yield CheckSection("rates", [line])

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from tinyrl.runs.records import json_safe, to_float
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import one_line
+from tinyrl.tools.check.images import Look
 from tinyrl.tools.check.loaded import Answer
 from tinyrl.tools.check.section import CheckSection
 
@@ -49,7 +50,8 @@ class Trial:
     answers, alone or in a form; paid_example: an answer in the form that it pays for; rollout_seconds: to sample a
     step; step_seconds: estimated for the largest one; positions: tokens that an answer behind the longest prompt may
     have, without what is read between its turns; prompts_there: prompts to train on; prompts_wanted: of them to be
-    tried; seconds: that the trial took; player: the environment or agent that plays the episodes, as messages name it.
+    tried; seconds: that the trial took; player: the environment or agent that plays the episodes, as messages name
+    it; looks: prompts with images that were asked without them too.
     """
 
     config: Config
@@ -64,6 +66,7 @@ class Trial:
     prompts_wanted: int = 0
     seconds: float = 0.0
     player: str = "the environment"
+    looks: list[Look] = field(default_factory=list)
 
     # ---- rewards ----
 
@@ -589,8 +592,10 @@ def section(trial: Trial) -> CheckSection:
             lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
     if 0 < len(trial.missed) < LEAST_MISSED * len(trial.answers):  # more of them are a finding
         shown = one_line(trial.missed[0].text, SHOWN)
-        count = len(trial.missed)
-        lines.append(f"{count} completions hold the reference answer and are not scored as right: {shown!r}")
+        hold = f"{len(trial.missed)} completions hold the reference answer and are"
+        if len(trial.missed) == 1:
+            hold = "1 completion holds the reference answer and is"
+        lines.append(f"{hold} not scored as right: {shown!r}")
     lines.append(
         f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
         f"{trial.limit}"

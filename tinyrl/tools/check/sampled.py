@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.evaluation.statistics import grouped
 from tinyrl.rollout.collect import Collector
+from tinyrl.tools.check.images import Look, compare_without_images
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.policy import Trial
 
@@ -36,6 +37,7 @@ def look(
     chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
     groups = list[list[Answer]]()
     greedy = list[Answer]()
+    looks = list[Look]()
     pace = Pace(collector, samples=samples)
     fitting = 1  # the first prompt tells how long one takes
     while fitting and len(groups) < len(chosen):
@@ -44,7 +46,9 @@ def look(
         sampled = answers(collector, some, samples, greedy=False)
         sampled_at = time.perf_counter()
         groups += grouped(sampled, samples)
-        greedy += answers(collector, some, 1, greedy=True)
+        best = answers(collector, some, 1, greedy=True)
+        greedy += best
+        looks += compare_without_images(collector, some, best)
         now = time.perf_counter()
         pace.add(sampled, prompts=len(some), sampling=sampled_at - before, seconds=now - before)
         fitting = pace.fitting(60 * minutes - (now - started))
@@ -54,6 +58,7 @@ def look(
         config,
         groups,
         greedy,
+        looks=looks,
         player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
         knows_gold=knows_gold,
         paid_example=paid_example,
