@@ -10,8 +10,10 @@ from tests.tiny_vision import tiny_vision
 from tests.tools.check.test_first_row import quick
 from tests.training.rows import loaded
 from tests.training.test_vision_runs import settings
+from tinyrl.data.formats import Texts
 from tinyrl.data.images import IMAGE_MARK, is_image_id
 from tinyrl.models.tokens import readable
+from tinyrl.rewards.holes import find_holes, known_answers
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.finding import found_by
 from tinyrl.tools.check import check_rows
@@ -42,6 +44,25 @@ def test_the_mark_of_an_image_is_not_shown_as_it_is(model: Path, tmp_path: Path)
     section = check_rows(prepare(settings(model, tmp_path, num_steps=1)), quick=False)
     assert any("[image]how green?" in line for line in section.lines)
     assert IMAGE_MARK not in "".join(section.lines)
+
+
+def test_the_mark_of_an_image_is_in_no_line_about_rows_and_no_text_that_a_reward_gets(
+    model: Path, tmp_path: Path
+) -> None:
+    prepared = prepare(settings(model, tmp_path, num_steps=1))
+    prompt = prepared.rows.train[0]["prompt"]
+    lines = Texts().described([{"prompt": prompt, "completion": "very"}])
+    tried = list[str]()
+
+    def score(where: list[int], texts: list[str]) -> list[float]:
+        tried.extend(texts)
+        return [0.0] * len(texts)
+
+    task = prepared.task
+    find_holes(score, task, prepared.rows.train[:2], known_answers(task, prepared.rows.train[:2]))
+    assert "[image]how green?" in lines[1]
+    assert "[image]how green?" in tried
+    assert IMAGE_MARK not in "".join([*lines, *tried])
 
 
 def test_what_images_take_is_told(method: Any) -> None:
