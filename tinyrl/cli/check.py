@@ -18,6 +18,7 @@ from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.records import json_safe, read_run
 from tinyrl.runs.run_dir import named_run, open_run
+from tinyrl.runs.show import image_lines
 
 SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples
 WITH_MODELS = (*SAMPLING, "--minutes")
@@ -92,6 +93,9 @@ def doctor(run: str = typer.Argument(metavar="RUN", help="folder of the run"), j
     """Diagnose a run by its metrics: what is wrong, what to change."""
     opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)
-    print(json.dumps(as_json(found)) if json_output else render(opened, found))
+    if json_output:
+        print(json.dumps(as_json(found)))
+    else:
+        print("\n".join([render(opened, found), *image_lines(opened.env)]))
     for note in opened.notes:
         print(f"tinyrl: {note}", file=sys.stderr)

@@ -6,9 +6,9 @@ nothing about looking (2403.20330, section 3.1); answers that stay the same come
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
-from tinyrl.data.images import IMAGE_MARK
+from tinyrl.data.images import IMAGE_MARK, ImageTokens
 from tinyrl.data.messages import Prompt
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.formatting import format_bytes, format_number
@@ -155,15 +155,9 @@ def image_section(policy: Policy, looks: Looks | None) -> CheckSection | None:
     images = policy.images
     if images is None or not images.expander.images:
         return None
-    expander = images.expander
-    counts = sorted(expander.expansion(image).count for image in expander.images.values())
-    middle = counts[len(counts) // 2]
-    section = CheckSection("images")
-    each = f"{counts[0]:,} to {counts[-1]:,} tokens each, half of them at most {middle:,}"
-    if counts[0] == counts[-1]:
-        each = f"{middle:,} tokens each"
-    section.lines = [f"{len(counts):,} images take {each}"]
-    section.facts = {"images": len(counts), "tokens": {"least": counts[0], "median": middle, "most": counts[-1]}}
+    counts = images.expander.token_counts()
+    tokens = ImageTokens.of(counts)
+    section = CheckSection("images", [tokens.words], {"images": asdict(tokens)})
     _add_features(section, images, sum(counts))
     if looks is not None and looks.looks:
         _add_looks(section, looks)
