@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from tinyrl.config.recipe import load_config
+from tinyrl.rewards.holes import RightAnswers
 from tinyrl.tools.check import policy, sampled
 from tinyrl.tools.check.loaded import Answer
 from tinyrl.tools.check.policy import Trial, rates_by_row, section, with_spread
-from tinyrl.tools.check.sampled import Pace, look
+from tinyrl.tools.check.right_answers import PaidForm
+from tinyrl.tools.check.sampled import Pace, look, with_gold
 
 
 def groups_of(
@@ -208,6 +210,16 @@ def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatc
     trial = look(collector_of(20), knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
     assert trial.seconds == 10.0 * tried
+
+
+@pytest.mark.parametrize(("column", "gold"), [("solution", "7"), (None, None)])
+def test_answers_have_the_right_one_of_a_column_that_only_the_reward_knows(
+    column: str | None, gold: str | None
+) -> None:
+    answers = RightAnswers({0: "7"}, {0: "#### 7"}, column)
+    paid = PaidForm(answers, "<answer>", {0: "<answer>7</answer>"}, score=1.0, example="<answer>7</answer>")
+    prompt: Any = SimpleNamespace(row={"solution": "So.\n#### 7"})
+    assert {answer.gold for answer in with_gold(groups_of([[0.0] * 2])[0], prompt, paid)} == {gold}
 
 
 def test_the_largest_step_comes_before_more_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def _with_models(
             trial = sampled.look(
                 method.collector,
                 knows_gold=reward.knows_right(config.task.solved_reward),
-                paid_example=None if reward.paid is None else reward.paid.example,
+                paid=reward.paid,
                 prompts=prompts,
                 samples=samples,
                 minutes=minutes,

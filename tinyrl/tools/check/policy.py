@@ -249,8 +249,8 @@ def no_reward_yet(trial: Trial) -> Finding | None:
         change += " If completions do have the right format, print what the function gets (docs/rewards.md)."
     return Finding(
         name="no reward yet",
-        what=f"None of {len(trial.answers)} completions had a reward: its functions give none to what they cannot "
-        f"read. {format_beside_text(trial)}",
+        what=f"None of {len(trial.answers)} completions had a reward, so nothing can be learnt. "
+        f"{format_beside_text(trial)}",
         change=change,
         figures={"dropped": trial.dropped},
     )

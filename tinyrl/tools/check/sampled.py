@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.evaluation.statistics import grouped
+from tinyrl.rewards.holes import answer_in
 from tinyrl.rollout.collect import Collector
+from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tools.check.images import Look, compare_without_images
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.policy import Trial
+from tinyrl.tools.check.right_answers import PaidForm
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
@@ -22,13 +25,13 @@ def look(
     collector: Collector,
     *,
     knows_gold: bool,
-    paid_example: str | None = None,
+    paid: PaidForm | None = None,
     prompts: int = 64,
     samples: int | None = None,
     minutes: float = 2.0,
 ) -> Trial:
     """Sample answers to at most so many training prompts, in as much of the minutes as the largest step leaves, which
-    nothing else can show; at least to one. No weight is changed.
+    nothing else can show; at least to one. No weight is changed. paid: right answers that the reward pays for.
     """
     started = time.perf_counter()
     config = collector.config
@@ -45,7 +48,7 @@ def look(
         before = time.perf_counter()
         sampled = answers(collector, some, samples, greedy=False)
         sampled_at = time.perf_counter()
-        groups += grouped(sampled, samples)
+        groups += [with_gold(of, prompt, paid) for of, prompt in zip(grouped(sampled, samples), some, strict=True)]
         best = answers(collector, some, 1, greedy=True)
         greedy += best
         looks += compare_without_images(collector, some, best)
@@ -61,7 +64,7 @@ def look(
         looks=looks,
         player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
         knows_gold=knows_gold,
-        paid_example=paid_example,
+        paid_example=None if paid is None else paid.example,
         rollout_seconds=pace.row_seconds * config.on_policy.batch_size,
         step_seconds=pace.step_seconds,
         positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there) - between,
@@ -69,6 +72,14 @@ def look(
         prompts_wanted=len(chosen),
         seconds=time.perf_counter() - started,
     )
+
+
+def with_gold(answers: list[Answer], prompt: PreparedPrompt, paid: PaidForm | None) -> list[Answer]:
+    """Return answers to a prompt with the right one, where that is in a column that only the reward knows."""
+    if paid is None or paid.answers.column is None:
+        return answers
+    right = answer_in(prompt.row.get(paid.answers.column))
+    return [answer._replace(gold=right) for answer in answers]
 
 
 @dataclass(frozen=True)
