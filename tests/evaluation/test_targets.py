@@ -99,6 +99,12 @@ def test_a_file_takes_the_place_of_the_held_out_rows() -> None:
     assert (model.task.name, model.task.eval_data, model.reference.kind) == ("rows", more, "none")
 
 
+def test_rows_with_a_reference_answer_are_not_taken_for_answers_to_learn() -> None:
+    Path("asked.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' * 2)
+    with pytest.raises(ValueError, match="--task rows"):
+        prepare_evaluation("runs/sft", Asked(data="asked.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("path", "asked", "parts"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tinyrl.data.readers import Row
-from tinyrl.rewards.holes import Attack, find_holes, is_wrong, right_value
+from tinyrl.rewards.holes import Attack, find_holes, is_wrong, known_answers, right_value
 from tinyrl.tasks import load_task
 
 ROWS: list[Row] = [{"prompt": f"What is {7 * i + 13} + {3 * i + 9}?", "answer": str(10 * i + 22)} for i in range(8)]
@@ -68,7 +68,7 @@ SOUND: dict[str, Callable[[str, str], Any]] = {
 }
 
 
-def attacked(judge: Callable[[str, str], Any], rows: list[Row] = ROWS) -> Attack | None:
+def attacked(judge: Callable[[str, str], Any], rows: list[Row] = ROWS) -> Attack:
     def score(where: list[int], texts: list[str]) -> list[float]:
         found = []
         for i, text in zip(where, texts, strict=True):
@@ -77,14 +77,14 @@ def attacked(judge: Callable[[str, str], Any], rows: list[Row] = ROWS) -> Attack
                 found[-1] = float(judge(text, str(rows[i]["answer"])))
         return found
 
-    return find_holes(score, load_task("rows"), rows)
+    task = load_task("rows")
+    return find_holes(score, task, rows, known_answers(task, rows))
 
 
 @pytest.mark.parametrize("name", HOLES)
 @pytest.mark.wide
 def test_a_planted_hole_is_found(name: str) -> None:
     found = attacked(HOLES[name])
-    assert found is not None
     text, answers = found.holes[0].text, [str(row["answer"]) for row in ROWS]
     assert any(is_wrong(text, answer) and HOLES[name](text, answer) > 0 for answer in answers)  # it can be repeated
 
@@ -93,7 +93,6 @@ def test_a_planted_hole_is_found(name: str) -> None:
 @pytest.mark.wide
 def test_a_sound_reward_raises_no_alarm(name: str) -> None:
     found = attacked(SOUND[name])
-    assert found is not None
     assert not found.holes
     assert not found.is_blind
 
@@ -106,17 +105,16 @@ def test_our_own_verifiers_have_none() -> None:
         def score(where: list[int], texts: list[str], task: Any = task, rows: Any = rows) -> list[float]:
             return task.verify([""] * len(texts), texts, answer=[rows[i]["answer"] for i in where])
 
-        found = find_holes(score, task, rows)
-        assert found is not None
-        assert not found.holes
+        assert not find_holes(score, task, rows, known_answers(task, rows)).holes
 
 
-def test_blind_rewards_and_rows_without_different_answers() -> None:
-    blind = attacked(lambda c, a: 0.5)
-    assert blind is not None
-    assert blind.is_blind
-    for rows in ([{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a", "answer": "1"}] * 2):
-        assert attacked(SOUND["boxed"], rows) is None
+def test_a_reward_that_pays_everything_alike_is_blind() -> None:
+    assert attacked(lambda c, a: 0.5).is_blind
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "a"}, {"prompt": "b"}], [{"prompt": "a", "answer": "1"}] * 2])
+def test_rows_may_have_no_answers_that_are_wrong_for_one_another(rows: list[Row]) -> None:
+    assert not known_answers(load_task("rows"), rows).are_different
 
 
 def test_wrong_is_what_nobody_takes_for_right() -> None:

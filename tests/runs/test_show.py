@@ -18,6 +18,7 @@ from tinyrl.runs.checkpoint import write_checkpoint
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
+    image_lines,
     read_prompt_stats,
     render_prompt_stats,
     render_samples,
@@ -32,6 +33,17 @@ def shown(*arguments: str) -> Result:
 
 
 # ---- checkpoints ----
+
+
+@pytest.mark.parametrize("environment", [{}, {"images": None}, {"images": {"count": "8"}}])
+def test_a_run_without_images_has_no_line_about_them(environment: dict[str, Any]) -> None:
+    assert image_lines(environment) == []
+
+
+def test_a_sample_shows_the_files_of_its_images() -> None:
+    image = {"path": "/pictures/7.png", "sha256": "0", "size": [32, 16]}
+    row = {"step": 1, "prompt": "<image>which?", "completion": "seven", "images": [image, "damaged"]}
+    assert "/pictures/7.png (32 x 16)\n  damaged" in render_samples([row])
 
 
 def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import closing
 from functools import cache, partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from tinyrl.models.towers import language_parameters
 from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.runs.show import image_lines
 from tinyrl.tools.compare import evaluate_target
 from tinyrl.tools.export import export
 from tinyrl.workers.loading import use_of
@@ -186,6 +188,13 @@ def test_a_run_whose_pictures_moved_goes_on(runs: Any, tmp_path: Path) -> None:
 
 def test_config_yaml_says_that_the_model_was_loaded_with_its_tower(runs: Any) -> None:
     assert runs("smolvlm", False).read_config().model.with_images is True
+
+
+def test_env_json_has_what_images_take_and_what_reads_them(runs: Any) -> None:
+    environment = runs("smolvlm", False).read_environment()
+    assert environment["images"] == {"count": 8, "least": 4, "median": 4, "most": 4}
+    assert "8 images take 4 tokens each" in image_lines(environment)[0]
+    assert f"pillow {version('pillow')}" in image_lines(environment)[0]
 
 
 def test_a_model_that_is_compared_on_pictures_is_loaded_with_its_tower(folders: Any, runs: Any) -> None:

@@ -18,6 +18,7 @@ from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
 from tinyrl.runs.records import json_safe, read_run
 from tinyrl.runs.run_dir import named_run, open_run
+from tinyrl.runs.show import image_lines
 
 SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples
 WITH_MODELS = (*SAMPLING, "--minutes")
@@ -42,7 +43,7 @@ def check(
     prompts: int = typer.Option(64, min=1, help="maximum number of training prompts to sample from"),
     samples: int | None = typer.Option(None, min=2, help="completions per prompt; default: a group, at least 8"),
     minutes: float = typer.Option(
-        2.0, min=0.01, help="time limit for sampling and the largest step; parts that would take longer are skipped"
+        2.0, min=0.01, help="time limit for the largest step, if it fits, and for sampling in what that leaves"
     ),
     write: str | None = typer.Option(
         None, metavar="ROWS.jsonl", help="write the rows to this file, with a column pass_rate"
@@ -92,6 +93,9 @@ def doctor(run: str = typer.Argument(metavar="RUN", help="folder of the run"), j
     """Diagnose a run by its metrics: what is wrong, what to change."""
     opened = read_run(named_run(run) or open_run(run).path)
     found = find(opened)
-    print(json.dumps(as_json(found)) if json_output else render(opened, found))
+    if json_output:
+        print(json.dumps(as_json(found)))
+    else:
+        print("\n".join([render(opened, found), *image_lines(opened.env)]))
     for note in opened.notes:
         print(f"tinyrl: {note}", file=sys.stderr)

@@ -88,6 +88,8 @@ def show(
             text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
     else:
         text = shown.show_checkpoints(opened, notes, as_json=json_output)
+        if not json_output:
+            text = "\n".join([text, *shown.image_lines(opened.read_environment())])
     typer.echo(text)
     for note in notes:
         print(f"tinyrl: {note}", file=sys.stderr)

@@ -444,7 +444,7 @@ def leave_out(rows: list[Row], reasons: list[str | None], notes: list[str]) -> N
 
 def _shown(side: Side | None) -> str:
     text = side if isinstance(side, str) else " ".join(f"[{m['role']}] {m['content']}" for m in side or [])
-    return repr(one_line(text, 120))
+    return repr(one_line(with_marks_shown(text), 120))
 
 
 def beginning(row: Row) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
+from tinyrl.data.formats import ANSWERS, PAIR
+from tinyrl.data.sources import placed_rows
 from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked, find, find_side, locate
 from tinyrl.rewards.budget import check_judge_budgets
@@ -102,10 +104,29 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
             check_named(config, task, sections=("reward", "task"))
             check_rubrics(config)
             check_judge_budgets(config)
+            _check_given_answers(config, asked)
         rows = rows_of_run(config, task)
         if rows.has_images:
             check_images(config)
         return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
+
+
+def _check_given_answers(config: Config, asked: Asked) -> None:
+    """Raise ValueError for rows of prompts and reference answers, for a run that is measured on given answers: nothing
+    says whether they are to be learnt from, or samples compared with them.
+    """
+    is_judged = asked.task is not None or asked.other_reward  # so that the run's own rows are measured
+    is_measured = config.trains.policy and not config.trains.samples
+    if asked.data is None or is_judged or not is_measured or config.task.columns:
+        return
+    [(_, row)] = placed_rows(asked.data, most=1)
+    has_answers = any(form.is_in(row) for form in (*ANSWERS, PAIR))
+    if "prompt" in row and "answer" in row and not has_answers:
+        raise ValueError(
+            f"--data {asked.data}: its rows have a prompt and an `answer`, and this is a run of {config.method}, which "
+            "is measured on answers that it could have learnt. Add --task rows to sample completions and compare them "
+            "with `answer`"
+        )
 
 
 def _a_judge(others: list[Side]) -> str:

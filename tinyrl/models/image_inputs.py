@@ -121,6 +121,10 @@ class ImageExpander:
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
         return self._expansions[image.key]
 
+    def token_counts(self) -> list[int]:
+        """Return how many tokens of features each image takes that is known."""
+        return [self.expansion(image).count for image in self.images.values()]
+
     def forget(self, image: Image) -> None:
         """Drop an image that no prompt has any more."""
         self.images.pop(image.key, None)

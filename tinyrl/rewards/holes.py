@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 
+from tinyrl.data.images import with_marks_shown
 from tinyrl.data.messages import as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
@@ -53,14 +55,41 @@ class Attack(NamedTuple):
     tried: tuple[int, int]
 
 
-def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
-    """Score right answers and wrong texts. None where fewer than two rows have different right answers."""
-    right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
+@dataclass(frozen=True)
+class RightAnswers:
+    """Right answers by row. values: without what is around them; given: as the task or the rows have them; column: its
+    name, None where the task knows them.
+    """
+
+    values: dict[int, str]
+    given: dict[int, str]
+    column: str | None = None
+
+    @property
+    def are_different(self) -> bool:
+        """Return whether two rows have different answers, so that one is wrong for the other."""
+        return len({*self.values.values()}) > 1
+
+
+def known_answers(task: Task, rows: list[Row]) -> RightAnswers:
+    """Return the right answers that a task knows, or that rows have in a column `answer`."""
+    values = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
+    return RightAnswers(values, {i: str(task.gold(rows[i]) or value) for i, value in values.items()})
+
+
+def answers_in(column: str, rows: list[Row]) -> RightAnswers:
+    """Return the values of a column as right answers."""
+    values = {i: value for i, row in enumerate(rows) if (value := answer_in(row.get(column))) is not None}
+    return RightAnswers(values, {i: str(rows[i][column]).strip() for i in values}, column)
+
+
+def find_holes(score: Score, task: Task, rows: list[Row], answers: RightAnswers) -> Attack:
+    """Score right answers, of which two are different, and wrong texts."""
+    right = answers.values
     where = [*right]
     values = list(dict.fromkeys(right.values()))
-    if len(values) < 2:
-        return None
-    fields = [_fields(as_messages(asked_of(task.prompt(rows[i])))[-1]["content"], right[i], values) for i in where]
+    prompts = [with_marks_shown(as_messages(asked_of(task.prompt(rows[i])))[-1]["content"]) for i in where]
+    fields = [_fields(prompt, right[i], values) for prompt, i in zip(prompts, where, strict=True)]
 
     def scored(many: list[Texts]) -> np.ndarray:
         """Score several texts of every row in one call: (texts, rows)."""
@@ -83,8 +112,10 @@ def find_holes(score: Score, task: Task, rows: list[Row]) -> Attack | None:
         pairs = zip(texts, right.values(), strict=True)
         texts[:] = [text if text is None or is_wrong(text, value) else None for text, value in pairs]
     kinds = [kind for kind in kinds if any(text is not None for text in kind[2])]
-    golds = [[_filled(form, {"value": answer}) for answer in right.values()] for form in forms.values()]
-    best = np.fmax.reduce(scored([[task.gold(rows[i]) for i in where], *golds]))
+    golds = list[Texts]()
+    for texts in ([answers.given[i] for i in where], *in_forms([*right.values()]).values()):
+        golds.append([*texts])
+    best = np.fmax.reduce(scored(golds))
     scores = scored([texts for _, _, texts in kinds])
     low = np.fmin.reduce(scores)
     high = (best > low) & (scores >= low + HIGH * (best - low))
@@ -114,13 +145,24 @@ def dressed(value: str) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text is not None}
 
 
+def in_forms(values: list[str]) -> dict[str, list[str]]:
+    """Return answers in each form of one, by its name."""
+    return {name: [_filled(form, {"value": value}) or "" for value in values] for name, form in HOLES["forms"].items()}
+
+
 def right_value(task: Task, row: Row) -> str | None:
-    """Return a row's right answer without what is around it: "72" of a worked solution that ends in "#### 72"."""
+    """Return the right answer of a row, as its task knows it, or in its column `answer`."""
     gold = task.gold(row)
-    answer = gold if gold is not None else row.get("answer")
-    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+    return answer_in(gold if gold is not None else row.get("answer"))
+
+
+def answer_in(value: Any) -> str | None:
+    """Return an answer without what is around it: "72" of a worked solution that ends in "#### 72". None for what is no
+    answer.
+    """
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
         return None
-    text = str(answer).strip()
+    text = str(value).strip()
     marked = marked_answer(text)
     return (marked if marked is not None else text).strip() or None
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from tinyrl.urls import mask_url
 
-PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+PACKAGES = ("tinyrl", "torch", "transformers", "peft", "accelerate", "datasets", "tokenizers", "safetensors", "numpy",
+            "pillow", "torchvision")  # fmt: skip
 
 
 def provenance(command: list[str], **facts: Any) -> dict[str, Any]:

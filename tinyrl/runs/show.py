@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tinyrl.data.images import ImageTokens, is_entry
 from tinyrl.formatting import format_bytes, format_number, format_short
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import BEST, TABLE
@@ -69,6 +70,20 @@ def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) ->
             verifies = f"no: {escape_control(one['problem'])}"
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
     return "\n".join(lines)
+
+
+def image_lines(environment: dict[str, Any]) -> list[str]:
+    """Return a line about the images of a run and the packages that read them, by its env.json; [] where its model
+    reads none, and of a run of an earlier commit.
+    """
+    tokens = ImageTokens.read(environment.get("images"))
+    if tokens is None:
+        return []
+    found = environment.get("versions")
+    versions = found if isinstance(found, dict) else {}
+    packages = [f"{name} {versions[name]}" if name in versions else f"no {name}" for name in ("pillow", "torchvision")]
+    needed = "" if "torchvision" in versions else ", which few models' images need"
+    return [escape_control(f"images: {tokens.words} (model.with_images=true; {', '.join(packages)}{needed})")]
 
 
 def summary(run: RunDir) -> str:
@@ -167,6 +182,9 @@ def render_samples(rows: list[Line]) -> str:
         ]
         parts = [escape_control(" | ".join(facts)).replace("\n", " ")]
         parts.append(_indented("prompt", str(row.get("prompt", ""))))
+        images = row.get("images")
+        if images and isinstance(images, list):
+            parts.append(_indented("images", "\n".join(map(_image_line, images))))
         conversation = 0
         for turn in turns_of(row):
             if turn.conversation not in (0, conversation):
@@ -182,6 +200,13 @@ def _indented(speaker: str, text: str) -> str:
     """Return a text below its speaker, for a terminal."""
     lines = escape_control(text or "(nothing)").split("\n")
     return "\n".join([one_line(speaker, 40), *(f"  {line}" for line in lines)])
+
+
+def _image_line(entry: Any) -> str:
+    """Return the file of an image and its size in pixels."""
+    if not is_entry(entry) or not isinstance(entry["size"], list):  # of a damaged record
+        return str(entry)
+    return f"{entry['path']} ({' x '.join(map(str, entry['size']))})"
 
 
 def _index(value: Any) -> str:

@@ -26,6 +26,7 @@ from tinyrl.config.derive import derive_over, read_written
 from tinyrl.config.refusal import Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
+from tinyrl.data.images import ImageTokens
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.parallel import check_alike
 from tinyrl.process.launched import Options
@@ -149,6 +150,8 @@ def write_environment(
         dtype=str(method.policy.causal.dtype).removeprefix("torch."),
         forked_from=forked_from,
     )
+    if (expander := method.policy.image_expander) is not None:
+        facts["images"] = asdict(ImageTokens.of(expander.token_counts()))
     if forked_from is not None:
         facts[REWARD_CHANGED] = reward_changes(folder.read_environment())
     folder.write_environment(facts)

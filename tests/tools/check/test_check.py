@@ -19,9 +19,19 @@ from tinyrl.data.sources import read_rows
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.rollout.prepared import prepare
-from tinyrl.tools.check import largest_step
 from tinyrl.tools.check.largest_step import worst_step
-from tinyrl.tools.check.offline import KNOWN_SHAPES, Shapes, bytes_of, check_memory, estimate, longest_text, read_shapes
+from tinyrl.tools.check.offline import (
+    KNOWN_SHAPES,
+    ReadRows,
+    Shapes,
+    allowed_rows,
+    bytes_of,
+    check_memory,
+    estimate,
+    longest_text,
+    read_shapes,
+)
+from tinyrl.tools.check.sampled import Pace
 from tinyrl.training.load import load_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod
@@ -71,10 +81,14 @@ def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: 
 
 def test_a_largest_step_that_would_take_too_long_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(largest_step, "estimated_seconds", lambda trial, collector: 3600.0)
+    monkeypatch.setattr(Pace, "step_seconds", 3600.0)
     page = checked("grpo", *FEW)
     assert list(page) == [name for name in ORDER if name != "rates"]
-    assert page["worst step"] == {"seconds_estimated": 3600.0}
+    assert page["worst step"]["seconds_estimated"] == 3600.0
+    cache = page["worst step"]["parts"]["sampling"]["cache"]
+    width = 12 + 16  # of prompts as they were read, not of max_prompt_tokens, and completions as they may be
+    shapes = read_shapes("starter")
+    assert cache == 512 * width * 2 * shapes.layers * shapes.keys * 4
 
 
 def test_quick_imports_no_library_of_models() -> None:
@@ -191,6 +205,18 @@ def test_a_completion_longer_than_a_micro_batch_counts_whole(tiny: TinyModels) -
     assert activations(1900) == 2 * activations(900)
 
 
+def test_memory_is_of_the_rows_that_were_read(tiny: TinyModels) -> None:
+    """Prompts of 8 tokens and 5 rows of evaluation, of 64 and 512 that settings allow."""
+    generation = {"max_prompt_tokens": 64, "max_new_tokens": 16}
+    config = running.config("grpo", tiny("llama"), generation=generation, run={"eval_prompts": 512})
+
+    def cache(read: ReadRows | None) -> float:
+        return estimate(config, device="cpu", room=8 * GB, read=read)["sampling"]["cache"]
+
+    rows = config.on_policy.batch_size
+    assert cache(None) / cache(ReadRows(prompt_tokens=8, eval_rows=5)) == (512 * 80) / (rows * 24)
+
+
 def test_parts_of_a_run_by_hand(tiny: TinyModels) -> None:
     shapes = read_shapes(str(tiny("llama")))
     weights = 4 * (shapes.linear + shapes.embeddings)
@@ -231,7 +257,9 @@ def test_what_does_not_fit_is_found() -> None:
 )
 def test_the_longest_text_of_an_episode_has_its_replies(recipe: str, tokens: int | None) -> None:
     config = load_config("grpo", recipe, overrides=[])
-    assert longest_text(config) == tokens or config.generation.max_prompt_tokens + config.generation.max_new_tokens
+    generation = config.generation
+    alone = generation.max_prompt_tokens + generation.max_new_tokens
+    assert longest_text(config, allowed_rows(config)) == (tokens or alone)
 
 
 DOUBLE = """

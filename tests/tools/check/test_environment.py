@@ -3,7 +3,14 @@
 from tests.tiny_models import TinyModels
 from tinyrl.environments import Reply
 from tinyrl.runs.resolve import config_of
-from tinyrl.tools.check.environment import CHARS_A_TOKEN, PlayedScripts, Script, replies_are_cut, room_for_observation
+from tinyrl.tools.check.environment import (
+    CHARS_A_TOKEN,
+    PlayedScripts,
+    Script,
+    question_of,
+    replies_are_cut,
+    room_for_observation,
+)
 
 
 def played(*, most: int) -> PlayedScripts:
@@ -20,6 +27,11 @@ def test_replies_that_are_cut_get_the_limit_that_the_model_has_positions_for() -
     found = replies_are_cut(played(most=10))
     assert found is not None
     assert "max_observation_tokens" not in found.change
+
+
+def test_the_question_of_a_prompt_with_images_is_its_text() -> None:
+    parts = [{"type": "image"}, {"type": "text", "text": "how green?"}]
+    assert question_of({}, [{"role": "user", "content": parts}]) == "how green?"
 
 
 def test_room_for_a_reply_is_what_responses_leave_of_the_positions(tiny: TinyModels) -> None:

@@ -36,6 +36,8 @@ def moody(completions, **_): return [float(next(calls)) for c in completions]
 def crash(completions, **_): return [1 / 0 for c in completions]
 def inside(completions, answer, **_): return [float(a in c) for a, c in zip(answer, completions)]
 def other(completions, solution, **_): return [float(s in c) for s, c in zip(solution, completions)]
+def tagged(completions, letter, **_):
+    return [float(c == f"<answer>{a}</answer>") if "<answer>" in c else None for c, a in zip(completions, letter)]
 def mute(prompts, **_): return [None for _ in prompts]
 def half(prompts, answer, **_): return [5 if a in "abcdefgh" else None for a in answer]
 def changing(prompts, **_): return [str(next(calls)) for _ in prompts]
@@ -241,6 +243,15 @@ def test_gold_is_tried_in_the_forms_in_which_chat_models_write_it() -> None:
     assert "The answer is" in compared.render()
 
 
+def test_a_reward_that_reads_a_column_of_its_own_in_a_form_of_its_own_is_sound_and_attacked() -> None:
+    words = REWARD.replace("NAME", "tagged").replace("rows.jsonl", "plain.jsonl")
+    reward = sections_of(words, QUICK)[2]
+    assert reward.findings == []
+    assert reward.facts["right answers"]["column"] == "letter"
+    assert reward.facts["right answers"]["example"] == "<answer>a</answer>"
+    assert reward.facts["holes"] == []
+
+
 def test_a_tool_is_tried_with_the_example_of_its_docstring() -> None:
     tools = sections_of(f"{ROWS} environment.tools=[mine.py:power] model.path=tools", QUICK)[-1]
     assert tools.facts["call power"] == {"answered": 15, "ended": 0, "invalid": 0, "tool_errors": 0, "failed": 0}
@@ -269,8 +280,8 @@ def trial(**fields: Any) -> ScoredTexts:
 
 def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:
     other = "the environment's"
-    [alone] = lines_of(trial(other=other), name="score", seconds=0.0, rows=3)
-    [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", seconds=0.0, rows=3)
+    [alone] = lines_of(trial(other=other), name="score", rows=3)
+    [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", rows=3)
     assert (other in alone, other in failed) == (True, False)
 
 

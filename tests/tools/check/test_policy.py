@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from tinyrl.config.recipe import load_config
-from tinyrl.tools.check import policy
+from tinyrl.rewards.holes import RightAnswers
+from tinyrl.tools.check import policy, sampled
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import Trial, look, rates_by_row, section, with_spread
+from tinyrl.tools.check.policy import Trial, rates_by_row, section, with_spread
+from tinyrl.tools.check.right_answers import PaidForm
+from tinyrl.tools.check.sampled import Pace, look, with_gold
 
 
 def groups_of(
@@ -59,6 +62,7 @@ SAME = [[0.5] * 8] * 16
     ("seen", "name", "change"),
     [
         ({"rewards": [[1.0, math.nan] * 4] * 16, "failed": "no table"}, "rewards dropped", "reward"),
+        ({"rewards": [[math.nan] * 8] * 16}, "no reward yet", "tinyrl train sft"),
         ({"rewards": SAME}, "one reward for everything", "reward"),
         ({"rewards": MIXED, "cut": True}, "nothing ends", "generation.stop"),
         ({"rewards": MIXED, "texts": ["", "3 4"] * 4}, "empty completions", "task.chat"),
@@ -74,6 +78,16 @@ SAME = [[0.5] * 8] * 16
 def test_what_is_planted_is_found(seen: dict[str, Any], name: str, change: str) -> None:
     fields = {key: seen.pop(key) for key in [*seen] if key not in ("knows_gold", "rollout_seconds")}
     assert change in found(planted(groups_of(**fields), **seen))[name]
+
+
+@pytest.mark.parametrize(("reward", "name"), [(math.nan, "no reward yet"), (0.0, "too hard")])
+def test_a_format_that_is_never_written_is_shown_beside_what_is(reward: float, name: str) -> None:
+    groups = groups_of([[reward] * 8] * 16, texts=[f"It is {i}" for i in range(8)])
+    seen = planted(groups, knows_gold=True, paid_example="<answer>7</answer>")
+    [finding] = section(seen).findings
+    assert finding.name == name
+    assert "<answer>7</answer>" in finding.what
+    assert "It is 0" in finding.what
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 8, [0.5] * 8, [1.0] * 8])
@@ -168,6 +182,18 @@ class Clock:
         return [answer] * (samples * len(prompts))
 
 
+def collector_of(prompts: int, *, longest_response: int = 8) -> Any:
+    """A collector of a step of 32 prompts, 8 completions each, of which one token takes 10 / 8 seconds."""
+    return SimpleNamespace(
+        config=load_config("grpo", "starter-grpo", overrides=[]),
+        train_prompts=[SimpleNamespace(tokens=[0], row={}) for _ in range(prompts)],
+        eval_prompts=[],
+        policy=SimpleNamespace(positions=64),
+        runner=None,
+        longest_response=longest_response,
+    )
+
+
 @pytest.mark.parametrize(
     ("minutes", "tried"),
     [
@@ -179,16 +205,41 @@ class Clock:
 )
 def test_sampling_ends_within_the_minutes(minutes: float, tried: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(policy, "time", clock)
-    monkeypatch.setattr(policy, "answers", clock.sampled)
-    config = load_config("grpo", "starter-grpo", overrides=[])
-    prompts = [SimpleNamespace(tokens=[0]) for _ in range(20)]
-    collector: Any = SimpleNamespace(
-        config=config, train_prompts=prompts, policy=SimpleNamespace(positions=64), runner=None, longest_response=8
-    )
-    trial = look(collector, knows_gold=False, minutes=minutes)
+    monkeypatch.setattr(sampled, "time", clock)
+    monkeypatch.setattr(sampled, "answers", clock.sampled)
+    trial = look(collector_of(20), knows_gold=False, minutes=minutes)
     assert (trial.prompts, trial.prompts_wanted) == (tried, 20)
     assert trial.seconds == 10.0 * tried
+
+
+@pytest.mark.parametrize(("column", "gold"), [("solution", "7"), (None, None)])
+def test_answers_have_the_right_one_of_a_column_that_only_the_reward_knows(
+    column: str | None, gold: str | None
+) -> None:
+    answers = RightAnswers({0: "7"}, {0: "#### 7"}, column)
+    paid = PaidForm(answers, "<answer>", {0: "<answer>7</answer>"}, score=1.0, example="<answer>7</answer>")
+    prompt: Any = SimpleNamespace(row={"solution": "So.\n#### 7"})
+    assert {answer.gold for answer in with_gold(groups_of([[0.0] * 2])[0], prompt, paid)} == {gold}
+
+
+def test_the_largest_step_comes_before_more_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 20 minutes it is to have 16, three times a rollout of 32 prompts; 5 are too few for it."""
+    clock = Clock()
+    monkeypatch.setattr(sampled, "time", clock)
+    monkeypatch.setattr(sampled, "answers", clock.sampled)
+    trials = [look(collector_of(64, longest_response=1), knows_gold=False, minutes=minutes) for minutes in (20, 5)]
+    assert [trial.step_seconds for trial in trials] == [960.0, 960.0]
+    assert [trial.prompts for trial in trials] == [24, 30]
+
+
+def test_prompts_that_are_sampled_together_are_counted_on_by_what_they_took() -> None:
+    """Eight at a time take hardly longer than one."""
+    pace = Pace(collector_of(64, longest_response=1), samples=8)
+    answer = groups_of([[1.0] * 8])[0]
+    for prompts, seconds in ((1, 10.0), (2, 11.0)):
+        pace.add(answer, prompts=prompts, sampling=0.0, seconds=seconds)
+    assert [pace.predicted(prompts) for prompts in (1, 2, 8)] == [10.0, 11.0, 17.0]
+    assert [pace.fitting(left) for left in (9.0, 12.5, 60.0)] == [0, 3, 4]  # at most twice as many as before
 
 
 @pytest.mark.parametrize(("samples", "known"), [(2, 0), (8, 1)])

@@ -5,7 +5,10 @@ first_row.py       the first row as the model reads it, without a model
 reward.py          the reward tried on rows, without a model
 environment.py     the environment tried with scripted turns, without a model; tool_arguments.py: calls of a tool
 offline.py         memory by arithmetic
+right_answers.py   the column of right answers, and the form that a reward pays for
 loaded.py          what needs the models: their numbers, answers
+sampled.py         answers to some prompts, in the time that there is
+images.py          what images take, and whether answers depend on them
 policy.py          what the answers say
 largest_step.py    the largest step
 """
@@ -34,7 +37,7 @@ from tinyrl.tools.check.environment import check_environment
 from tinyrl.tools.check.first_row import read_first_row
 from tinyrl.tools.check.judges import check_judges
 from tinyrl.tools.check.offline import check_memory
-from tinyrl.tools.check.reward import check_reward, has_environment
+from tinyrl.tools.check.reward import RewardSection, check_reward, has_environment
 from tinyrl.tools.check.section import CheckSection
 
 if TYPE_CHECKING:
@@ -111,7 +114,7 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import largest_step, loaded, policy  # with torch
+    from tinyrl.tools.check import images, largest_step, loaded, policy, sampled  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
@@ -131,20 +134,28 @@ def _with_models(
             yield from (rows, *parts)
             yield loaded.check_model(method, notes)
             if not isinstance(method, OnPolicy):
+                if (pictures := images.image_section(method.policy, None)) is not None:
+                    yield pictures
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
-            gold = next((part.facts.get("gold") for part in parts if part.name == "reward"), None)
-            knows_gold = gold is not None and gold >= config.task.solved_reward
-            trial = policy.look(
-                method.collector, knows_gold=knows_gold, prompts=prompts, samples=samples, minutes=minutes
+            reward = next(part for part in parts if isinstance(part, RewardSection))
+            trial = sampled.look(
+                method.collector,
+                knows_gold=reward.knows_right(config.task.solved_reward),
+                paid=reward.paid,
+                prompts=prompts,
+                samples=samples,
+                minutes=minutes,
             )
             yield policy.section(trial)
+            looks = images.Looks(trial.looks, config.task.solved_reward, is_rewarded=config.trains.rewarded)
+            if (pictures := images.image_section(method.policy, looks)) is not None:
+                yield pictures
             if write is not None:
                 line = policy.write_rates(write, prepared, policy.rates_by_row(trial))
                 yield CheckSection("rates", [line])
-            seconds = largest_step.estimated_seconds(trial, method.collector)
-            if trial.seconds + seconds > 60 * minutes:
-                yield largest_step.rough_step(config, seconds, minutes=minutes, device=options.device)
+            if trial.seconds + trial.step_seconds > 60 * minutes:
+                yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)
             else:
                 yield largest_step.worst_step(method, text=prepared.rows.text)
 

@@ -300,9 +300,16 @@ def scripts_of(environment: Replies, task: Task, rows: list[Row], prompts: list[
 
 
 def question_of(row: Row, prompt: Any) -> str:
-    """Return a row's question: its column of that name, or the last message of its prompt."""
+    """Return a row's question: its column of that name, or the text of the last message of its prompt, which has parts
+    for content where it has images.
+    """
     question = row.get("question")
-    return question if isinstance(question, str) else str(as_messages(prompt)[-1]["content"])
+    if isinstance(question, str):
+        return question
+    content = as_messages(prompt)[-1]["content"]
+    if not isinstance(content, list):
+        return str(content)
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def play(

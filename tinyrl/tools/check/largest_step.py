@@ -26,9 +26,10 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.tools.check.offline import check_memory
+from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
+from tinyrl.tools.check.offline import ReadRows, check_memory
 from tinyrl.tools.check.policy import Trial
+from tinyrl.tools.check.sampled import eval_rows_tried
 from tinyrl.tools.check.section import CheckSection
 from tinyrl.training.load import make_method
 from tinyrl.training.on_policy import OnPolicy
@@ -37,8 +38,6 @@ from tinyrl.training.run import Run, out_of_memory_stops
 from tinyrl.training.run_state import RunState
 from tinyrl.workers.values import RowResults
 
-MOST_EVAL_TOKENS = 1 << 17  # of an evaluation that is tried, beyond as many rows as a step has
-STEP_TO_ROLLOUT = 3  # a guess: update and evaluation take about as long as sampling, each
 LESS_MEMORY = (
     "A smaller run.micro_batch_tokens, generation.max_new_tokens or model, or model.gradient_checkpointing=true."
 )
@@ -95,8 +94,7 @@ def trial_config(method: OnPolicy | RowMethod) -> Config:
     run: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": []}
     run |= {"epochs": None, "num_steps": max(2, config.run.num_steps)}
     if isinstance(method, OnPolicy):
-        rows = max(config.on_policy.batch_size, MOST_EVAL_TOKENS // method.collector.longest_response)
-        run["eval_prompts"] = min(config.run.eval_prompts, rows)
+        run["eval_prompts"] = eval_rows_tried(method.collector)
     changes: dict[str, Any] = {"run": config.run.model_copy(update=run)}
     if config.uses("critic"):
         changes["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
@@ -199,24 +197,26 @@ def largest_collector(collector: Collector, config: Config) -> Collector:
 # ---- without a trial ----
 
 
-def estimated_seconds(trial: Trial, collector: Collector) -> float:
-    """Estimate the seconds of the largest step by the answers that were sampled: of full length, and learned from."""
-    longer = collector.longest_response / max(1.0, trial.mean_length)
-    return STEP_TO_ROLLOUT * trial.rollout_seconds * longer
-
-
-def rough_step(config: Config, seconds: float, *, minutes: float, device: str) -> CheckSection:
+def rough_step(trial: Trial, collector: Collector, *, minutes: float, device: str) -> CheckSection:
     """Return what is known of the largest step where trying it would take too long: memory by arithmetic."""
+    config = collector.config
+    seconds = trial.step_seconds
     section = CheckSection("worst step", facts={"seconds_estimated": seconds})
+    enough = math.ceil((trial.seconds + seconds) / 6) / 10
     section.lines = [
-        f"not tried: with its update it may take {format_seconds(seconds)}, and --minutes {minutes:g} leaves no time "
-        "for that"
+        f"not tried: with its update and an evaluation it may take {format_seconds(seconds)}, and --minutes "
+        f"{minutes:g} leaves no time for that; --minutes {enough:g} would"
     ]
+    read = None
+    if config.environment.agent is None:  # which writes its own prompts
+        prompts = most_tokens([*collector.train_prompts, *collector.eval_prompts])
+        read = ReadRows(prompt_tokens=prompts, eval_rows=len(collector.eval_prompts))
     try:
-        memory = check_memory(config, device=device)
+        memory = check_memory(config, device=device, read=read)
     except ValueError as error:  # a model of unusual shape
         section.lines.append(f"memory: not estimated ({error})")
         return section
     section.lines += memory.lines
+    section.facts |= memory.facts
     section.findings = memory.findings
     return section

@@ -60,7 +60,7 @@ class Answer(NamedTuple):
 def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     """Return what the first row becomes: the prompt as text and tokens, or an example's parts that are learnt."""
     if isinstance(method, RowMethod):
-        return [*method.shown(method.train_rows[0]), *_image_lines(method.policy)]
+        return method.shown(method.train_rows[0])
     collector = method.collector
     tokenizer = method.policy.tokenizer
     first = collector.train_prompts[0]
@@ -68,23 +68,12 @@ def row_lines(method: OnPolicy | RowMethod) -> list[str]:
     lines = [
         *lines_of(tokenizer, first.text, first.tokens),
         f"prompts have {lengths[0]} to {lengths[-1]} tokens, half of them at most {lengths[len(lengths) // 2]}",
-        *_image_lines(method.policy),
     ]
     if isinstance(runner := collector.runner, EpisodeRunner):
         observation = runner.observations(["reply"], ended_at=runner.observations.end)
         text = str(tokenizer.decode(observation.tokens))
         lines.append(f"a reply of the environment as the model reads it, which is not learnt: {text!r}")
     return lines
-
-
-def _image_lines(policy: Policy) -> list[str]:
-    """Return a line with the tokens that images of the rows take."""
-    expander = policy.image_expander
-    if expander is None or not expander.images:
-        return []
-    counts = sorted(expander.expansion(image).count for image in expander.images.values())
-    middle = counts[len(counts) // 2]
-    return [f"{len(counts):,} images take {counts[0]:,} to {counts[-1]:,} tokens each, half of them at most {middle:,}"]
 
 
 def answers(collector: Collector, prompts: list[PreparedPrompt], samples: int, *, greedy: bool) -> list[Answer]:

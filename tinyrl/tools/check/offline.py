@@ -1,8 +1,9 @@
 """Estimate the memory and disk of a run from its model's config.json, without loading a weight.
 
 The peak is what stays (weights, adapters, Adam's moments) plus the larger of sampling (copy, cache) and updating
-(gradients, activations of a full micro-batch, a chunk of logits). Sequences are taken to be as long as they may be, so
-a run whose completions end early takes less.
+(gradients, activations of a full micro-batch, a chunk of logits). Completions are taken to be as long as they may be,
+so a run whose completions end early takes less. Prompts and rows of evaluation are those that were read, or as many as
+settings allow where none were.
 """
 
 from __future__ import annotations
@@ -69,6 +70,19 @@ class Shapes:
         return dtype_bytes * 6 * self.inner
 
 
+@dataclass(frozen=True)
+class ReadRows:
+    """Sizes of the rows of a run. prompt_tokens: of the longest prompt; eval_rows: held-out rows that there are."""
+
+    prompt_tokens: int
+    eval_rows: int
+
+
+def allowed_rows(config: Config) -> ReadRows:
+    """Return the largest sizes that settings allow."""
+    return ReadRows(prompt_tokens=config.generation.max_prompt_tokens, eval_rows=config.run.eval_prompts)
+
+
 # Models that recipes name, so that they can be estimated where the hub cannot be reached.
 KNOWN_SHAPES = {
     "Qwen/Qwen2.5-0.5B": Shapes(896, 4864, 24, 14 * 64, 2 * 64, 151_936, tied=True),
@@ -131,12 +145,13 @@ def read_shapes(path: str) -> Shapes:
     return Shapes(width, inner, sizes["num_hidden_layers"], heads * size, keys * size, vocabulary, tied=tied)
 
 
-def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str, float]]:
+def estimate(config: Config, *, device: str, room: float, read: ReadRows | None = None) -> dict[str, dict[str, float]]:
     """Return bytes by part: `always`, `updating` and, where the method samples, `sampling`, in a process on `device`
-    (cpu, cuda) that may hold `room` bytes.
+    (cpu, cuda) that may hold `room` bytes. read: sizes of the rows; None: those that settings allow.
     """
     from tinyrl.models.device import CHUNK_ELEMENTS, LOGIT_BYTES, MICRO_BATCH_TOKENS, gpu_chunk_tokens  # with torch
 
+    read = read or allowed_rows(config)
     shapes = read_shapes(config.model.path)
     lora = config.lora
     low = config.model.dtype in ("bfloat16", "float16") or (config.model.dtype == "auto" and device == "cuda")
@@ -170,7 +185,7 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
         left = max(0.0, room - sum(always.values()))
         chunk = gpu_chunk_tokens(shapes.vocabulary, free=left) * shapes.vocabulary
     if config.samples:
-        tokens = max(tokens, longest_text(config))  # which goes alone where it is longer than a micro-batch
+        tokens = max(tokens, longest_text(config, read))  # which goes alone where it is longer than a micro-batch
     recomputed = config.model.gradient_checkpointing
     activations = tokens * shapes.activations(dtype_bytes, recomputed=recomputed)
     if recomputed:
@@ -184,17 +199,18 @@ def estimate(config: Config, *, device: str, room: float) -> dict[str, dict[str,
         return {"always": always, "updating": updating}
     generation = config.generation
     copy = 4 * shapes.linear if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
-    rows = min(max(config.on_policy.batch_size, config.run.eval_prompts), generation.max_rows or 1 << 30)
-    cache = rows * longest_text(config) * 2 * shapes.layers * shapes.keys * dtype_bytes
+    eval_rows = min(config.run.eval_prompts, read.eval_rows)
+    rows = min(max(config.on_policy.batch_size, eval_rows), generation.max_rows or 1 << 30)
+    cache = rows * longest_text(config, read) * 2 * shapes.layers * shapes.keys * dtype_bytes
     free = max(0.0, ROOM_FOR_CACHE * (room - sum(always.values()) - copy))
     return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
 
 
-def longest_text(config: Config) -> int:
+def longest_text(config: Config, read: ReadRows) -> int:
     """Return the most tokens of a prompt with its completion: of an episode with the replies between its turns, whose
     own tokens generation.max_new_tokens limits together. The template's text around a reply is not counted.
     """
-    longest = config.generation.max_prompt_tokens + config.generation.max_new_tokens
+    longest = read.prompt_tokens + config.generation.max_new_tokens
     environment = config.environment
     task = load_task(config.task.name or "rows")
     if environment.agent or has_environment(config, task):
@@ -215,8 +231,12 @@ def of_long_texts(config: Config, *, device: str) -> dict[str, float]:
     }
 
 
-def check_memory(config: Config, *, device: str, memory: str | None = None) -> CheckSection:
-    """Compare the estimate with `memory` or what this machine has, and the checkpoints with the disk."""
+def check_memory(
+    config: Config, *, device: str, memory: str | None = None, read: ReadRows | None = None
+) -> CheckSection:
+    """Compare the estimate with `memory` or what this machine has, and the checkpoints with the disk. read: sizes of
+    the rows; None: those that settings allow.
+    """
     if memory is None:
         from tinyrl.models.device import make_device, memory_room  # with torch
 
@@ -226,7 +246,7 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
     else:
         device = "cpu" if device == "cpu" else "cuda"
         room = bytes_of(memory)
-    parts = estimate(config, device=device, room=room)
+    parts = estimate(config, device=device, room=room, read=read)
     always = sum(parts["always"].values())
     phases = {k: sum(v.values()) for k, v in parts.items() if k != "always"}
     highest = max(phases, key=lambda name: phases[name])
@@ -235,6 +255,11 @@ def check_memory(config: Config, *, device: str, memory: str | None = None) -> C
     free = shutil.disk_usage(Path.cwd()).free
     most = f"most of it while {highest}; {format_bytes(room)} are there"
     lines = [f"by arithmetic about {format_bytes(peak)} on {device}, {most}"]
+    if config.samples:
+        sizes = read or allowed_rows(config)
+        whose = "as settings allow them" if read is None else "as they were read"
+        rows = f"{min(config.run.eval_prompts, sizes.eval_rows):,} rows of evaluation"
+        lines.append(f"  for prompts of up to {sizes.prompt_tokens:,} tokens and {rows}, {whose}")
     for name, of in parts.items():
         largest = sorted(of.items(), key=lambda part: -part[1])
         lines.append(f"  {name}: {', '.join(f'{part} {format_bytes(count)}' for part, count in largest if count)}")

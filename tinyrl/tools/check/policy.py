@@ -1,4 +1,4 @@
-"""Sample answers to some training prompts before a run, and find what would keep it from learning.
+"""Find what would keep a run from learning by answers to some of its training prompts.
 
 A finding is a function of the trial, as those of a run are of its records (runs/findings.py).
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
 from tinyrl.config.advice import longer_responses
 from tinyrl.config.schema import Config
-from tinyrl.data.rows import PASS_RATE, row_key, seeded_permutation
-from tinyrl.evaluation.statistics import grouped
+from tinyrl.data.rows import PASS_RATE, row_key
 from tinyrl.formatting import format_number, format_seconds
 from tinyrl.nan import mean, numbers
-from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.folders import write_atomic
@@ -30,11 +27,10 @@ from tinyrl.runs.records import json_safe, to_float
 from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import one_line
-from tinyrl.tools.check.loaded import Answer, answers
+from tinyrl.tools.check.images import Look
+from tinyrl.tools.check.loaded import Answer
 from tinyrl.tools.check.section import CheckSection
 
-FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
-ROWS_AT_A_TIME = 64
 LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
 FEWEST_LENGTHS = 32  # completions, before rewards and lengths are compared
@@ -51,22 +47,26 @@ class Trial:
     """What a policy answered before its first step. A figure that is not known is NaN, for which no condition holds.
 
     groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers; rollout_seconds: to sample a step; positions: tokens that an answer behind the longest prompt may have,
-    without what is read between its turns;
-    prompts_there: prompts to train on; prompts_wanted: of them to be tried; seconds: that the trial took;
-    player: the environment or agent that plays the episodes, as messages name it.
+    answers, alone or in a form; paid_example: an answer in the form that it pays for; rollout_seconds: to sample a
+    step; step_seconds: estimated for the largest one; positions: tokens that an answer behind the longest prompt may
+    have, without what is read between its turns; prompts_there: prompts to train on; prompts_wanted: of them to be
+    tried; seconds: that the trial took; player: the environment or agent that plays the episodes, as messages name
+    it; looks: prompts with images that were asked without them too.
     """
 
     config: Config
     groups: list[list[Answer]]
     greedy: list[Answer]
     knows_gold: bool = False
+    paid_example: str | None = None
     rollout_seconds: float = 0.0
+    step_seconds: float = 0.0
     positions: float = math.inf
     prompts_there: int = 0
     prompts_wanted: int = 0
     seconds: float = 0.0
     player: str = "the environment"
+    looks: list[Look] = field(default_factory=list)
 
     # ---- rewards ----
 
@@ -183,48 +183,6 @@ class Trial:
         return len({answer.text for answer in self.answers})
 
 
-def look(
-    collector: Collector, *, knows_gold: bool, prompts: int = 64, samples: int | None = None, minutes: float = 2.0
-) -> Trial:
-    """Sample answers to at most so many training prompts, for at most so many minutes; at least to one. No weight is
-    changed.
-    """
-    started = time.perf_counter()
-    config = collector.config
-    there = collector.train_prompts
-    samples = samples or max(FEWEST_SAMPLES, config.on_policy.group_size)
-    chosen = [there[i] for i in seeded_permutation(f"probe {config.run.seed}", len(there))[:prompts]]
-    at_a_time = max(1, min(config.on_policy.num_prompts, ROWS_AT_A_TIME // samples))
-    groups = list[list[Answer]]()
-    greedy = list[Answer]()
-    fitting = 1  # the first prompt tells how long one takes
-    seconds_a_row = 0.0
-    while fitting and len(groups) < len(chosen):
-        some = chosen[len(groups) : len(groups) + fitting]
-        before = time.perf_counter()
-        groups += grouped(answers(collector, some, samples, greedy=False), samples)
-        seconds_a_row = (time.perf_counter() - before) / (samples * len(some))
-        greedy += answers(collector, some, 1, greedy=True)
-        now = time.perf_counter()
-        left = 60 * minutes - (now - started)
-        seconds_a_prompt = (now - before) / len(some)
-        fitting = max(0, min(at_a_time, math.floor(left / max(seconds_a_prompt, 1e-9))))
-    environment = None if collector.runner is None else collector.runner.environment
-    between = collector.longest_response - config.generation.max_new_tokens
-    return Trial(
-        config,
-        groups,
-        greedy,
-        player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
-        knows_gold=knows_gold,
-        rollout_seconds=seconds_a_row * config.on_policy.batch_size,
-        positions=collector.policy.positions - max(len(prompt.tokens) for prompt in there) - between,
-        prompts_there=len(there),
-        prompts_wanted=len(chosen),
-        seconds=time.perf_counter() - started,
-    )
-
-
 def rewarded(answers: list[Answer]) -> list[Answer]:
     return [answer for answer in answers if not math.isnan(answer.reward)]
 
@@ -245,12 +203,18 @@ def with_spread(groups: list[list[Answer]], size: int) -> float:
 # ---- findings ----
 
 LOOK = "Look at the reward in this page: the arguments it gets, and what it gives to reference answers."
+FORMAT_FIRST = (
+    "Teach the format first by some steps of tinyrl train sft, show an example of it in the prompt "
+    "(task.system_prompt), or give a partial reward for parts of it."
+)
 
 
 def rewards_dropped(trial: Trial) -> Finding | None:
-    """A quarter of the completions or more have no reward, where the method needs one."""
+    """A quarter of the completions or more have no reward, where the method needs one; all of them are `no_reward_yet`
+    unless something failed.
+    """
     share = trial.dropped
-    if not trial.config.trains.rewarded or share < 0.25:
+    if not trial.config.trains.rewarded or share < 0.25 or is_never_rewarded(trial):
         return None
     episodes = [answer.failed for answer in trial.answers if answer.play_failed]
     if trial.play_failed > share / 2:  # most of those without a reward
@@ -271,6 +235,35 @@ def rewards_dropped(trial: Trial) -> Finding | None:
     )
 
 
+def is_never_rewarded(trial: Trial) -> bool:
+    """Return whether no completion has a reward, although nothing failed: functions gave None for each."""
+    return not trial.rewards and not any(answer.failed for answer in trial.answers)
+
+
+def no_reward_yet(trial: Trial) -> Finding | None:
+    """No completion has a reward, as the policy never writes the format that the reward reads."""
+    if not trial.config.trains.rewarded or not is_never_rewarded(trial):
+        return None
+    change = FORMAT_FIRST
+    if trial.paid_example is None:
+        change += " If completions do have the right format, print what the function gets (docs/rewards.md)."
+    return Finding(
+        name="no reward yet",
+        what=f"None of {len(trial.answers)} completions had a reward, so nothing can be learnt. "
+        f"{format_beside_text(trial)}",
+        change=change,
+        figures={"dropped": trial.dropped},
+    )
+
+
+def format_beside_text(trial: Trial) -> str:
+    """Return sentences with what the policy writes and, where it is known, an answer that the reward pays for."""
+    written = f"The policy writes {one_line(trial.answers[0].text, SHOWN)!r}"
+    if trial.paid_example is None:
+        return f"{written}."
+    return f"{written}, and the reward pays for {one_line(trial.paid_example, SHOWN)!r}."
+
+
 def is_constant(trial: Trial) -> bool:
     """Return whether all rewards are the same although the texts differ, too easy and too hard aside."""
     one_reward = len({answer.reward for answer in rewarded(trial.answers)}) == 1
@@ -283,8 +276,9 @@ def one_reward_for_everything(trial: Trial) -> Finding | None:
         return None
     return Finding(
         name="one reward for everything",
-        what=f"All completions, {trial.texts} different texts, have the reward {trial.reward_mean:.3g}.",
-        change=LOOK,
+        what=f"All completions, {trial.texts} different texts, have the reward {trial.reward_mean:.3g}. "
+        f"{format_beside_text(trial)}",
+        change=f"If the reward reads another format: {FORMAT_FIRST} If not: {LOOK}",
         figures={"texts": float(trial.texts), "reward_mean": trial.reward_mean},
     )
 
@@ -295,7 +289,7 @@ def right_answers_in_another_form(trial: Trial) -> Finding | None:
     share = len(missed) / len(trial.answers)
     if share < LEAST_MISSED:
         return None
-    gold = str(missed[0].gold)
+    gold = trial.paid_example or str(missed[0].gold)
     form = f"...{gold[-SHOWN:]!r}" if len(gold) > SHOWN else repr(gold)
     return Finding(
         name="right answers in another form",
@@ -432,7 +426,10 @@ def decided_prompts(trial: Trial) -> Finding | None:
         return None
     if trial.pass_rate <= 0.2 and trial.spread < 0.05:
         name = "too hard"
-        change = "Easier prompts, some steps of tinyrl train sft on worked answers, or a reward given in steps."
+        change = (
+            "Easier prompts, some steps of tinyrl train sft on worked answers, an example in the prompt, or a reward "
+            "given in steps."
+        )
     elif trial.pass_rate >= 0.9:
         name = "too easy"
         change = "Harder prompts; of these, task.sampler=difficulty draws those that are solved seldom."
@@ -446,9 +443,12 @@ def decided_prompts(trial: Trial) -> Finding | None:
     what = f"{flat:.0%} of the groups would have one reward for all, which teaches nothing"
     if not trial.has_groups:
         what = f"{flat:.0%} of the prompts have one reward for all completions, which teaches little"
+    right = f"{trial.pass_rate:.1%} of the completions are right."
+    if not any(trial.pass_rates):
+        right = f"none of {len(trial.answers)} completions is right. {format_beside_text(trial)}"
     return Finding(
         name=name,
-        what=f"{what}; {trial.pass_rate:.1%} of the completions are right.",
+        what=f"{what}; {right}",
         change=change,
         figures={"flat": flat, "pass_rate": trial.pass_rate},
     )
@@ -518,6 +518,7 @@ def a_long_run(trial: Trial) -> Finding | None:
 
 
 FINDINGS = (
+    no_reward_yet,
     rewards_dropped,
     one_reward_for_everything,
     right_answers_in_another_form,
@@ -571,7 +572,7 @@ def section(trial: Trial) -> CheckSection:
     if trial.prompts < trial.prompts_wanted:
         lines[0] += f" (--minutes left no time for {trial.prompts_wanted - trial.prompts} more)"
     rates = None
-    if trial.knows_right:
+    if trial.knows_right and trial.rewards:
         edges = pairwise([-1.0, *RATES.values()])
         counts = [sum(low < rate <= high for rate in trial.pass_rates) for low, high in edges]
         rates = dict(zip(RATES, counts, strict=True))
@@ -591,8 +592,10 @@ def section(trial: Trial) -> CheckSection:
             lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
     if 0 < len(trial.missed) < LEAST_MISSED * len(trial.answers):  # more of them are a finding
         shown = one_line(trial.missed[0].text, SHOWN)
-        count = len(trial.missed)
-        lines.append(f"{count} completions hold the reference answer and are not scored as right: {shown!r}")
+        hold = f"{len(trial.missed)} completions hold the reference answer and are"
+        if len(trial.missed) == 1:
+            hold = "1 completion holds the reference answer and is"
+        lines.append(f"{hold} not scored as right: {shown!r}")
     lines.append(
         f"{trial.mean_length:.1f} tokens on average, at most {trial.longest}; {trial.truncated:.0%} cut off at "
         f"{trial.limit}"

@@ -23,12 +23,13 @@ from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
 from tinyrl.rewards.functions import FunctionReward, verifier_of
-from tinyrl.rewards.holes import Hole, dressed, find_holes, right_value
+from tinyrl.rewards.holes import Hole, RightAnswers, dressed, find_holes, known_answers
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
 from tinyrl.text import one_line
+from tinyrl.tools.check.right_answers import PaidForm, columns_to_try, paid_column, paid_form
 from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
 from tinyrl.workers.progress import Progress
@@ -56,8 +57,9 @@ class ScoredTexts:
 
     again: the first kind once more; failed: the share of the rows of all calls that failed; why: the first reason;
     other: where rewards may come from else, "" where a reward is needed here; gets_messages: completions are lists of
-    messages; lacking: the share of reference answers without full marks by the task's own verifier; holes, is_blind:
-    what an attack has found.
+    messages; seconds: of a call; lacking: the share of reference answers without full marks by the task's own verifier;
+    paid: the form of right answers that is paid for, which reference answers alone need not have; holes, is_blind: what
+    an attack has found.
     """
 
     scores: dict[str, list[float]]
@@ -66,7 +68,9 @@ class ScoredTexts:
     why: str
     other: str
     gets_messages: bool
+    seconds: float = 0.0
     lacking: float = 0.0
+    paid: PaidForm | None = None
     holes: list[Hole] = field(default_factory=list)
     is_blind: bool = False
 
@@ -98,7 +102,7 @@ class ScoredTexts:
 
 def no_rewards(trial: ScoredTexts) -> Finding | None:
     """No text has a score, and not because the function failed."""
-    if trial.known or trial.failed > MAX_FAILED_SHARE or trial.other:
+    if trial.known or trial.paid is not None or trial.failed > MAX_FAILED_SHARE or trial.other:
         return None
     what = "No completion gets a score"
     if "gold" in trial.scores:
@@ -107,7 +111,7 @@ def no_rewards(trial: ScoredTexts) -> Finding | None:
 
 
 def one_reward_for_everything(trial: ScoredTexts) -> Finding | None:
-    if "gold" not in trial.scores or not trial.is_flat:
+    if "gold" not in trial.scores or not trial.is_flat or trial.paid is not None:
         return None
     return Finding(
         name="one reward for everything",
@@ -118,8 +122,10 @@ def one_reward_for_everything(trial: ScoredTexts) -> Finding | None:
 
 
 def gold_answers_do_not_win(trial: ScoredTexts) -> Finding | None:
-    """In more than a fifth of the rows the reference answer scores no more than nothing or nonsense."""
-    if "gold" not in trial.scores or trial.is_flat or not trial.known:
+    """In more than a fifth of the rows the reference answer scores no more than nothing or nonsense, and no other form
+    of right answers is paid for.
+    """
+    if "gold" not in trial.scores or trial.is_flat or not trial.known or trial.paid is not None:
         return None
     rivals = np.array([trial.scores["nothing"], trial.scores["nonsense"]])
     gold = np.array(trial.scores["gold"])
@@ -204,62 +210,110 @@ FINDINGS = (
 # ---- the trial ----
 
 
-def check_reward(config: Config, task: Task, rows: list[Row]) -> CheckSection:
+@dataclass
+class RewardSection(CheckSection):
+    """The section about a reward. paid: right answers that it pays for."""
+
+    paid: PaidForm | None = None
+
+    def knows_right(self, solved: float) -> bool:
+        """Return whether right answers are known to score at least `solved`, as the data has them or in a form."""
+        gold = self.facts.get("gold")
+        best = max(-math.inf if gold is None else gold, -math.inf if self.paid is None else self.paid.score)
+        return best >= solved
+
+
+def check_reward(config: Config, task: Task, rows: list[Row]) -> RewardSection:
     """Score reference answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and
     reward models are left out: they are tried when the model is loaded.
     """
-    section = CheckSection("reward")
+    section = RewardSection("reward")
     rows = rows[:REWARD_ROWS]
     functions = functions_of(config, task)
     if not functions:
         section.lines = ["none of its own" if config.reward.is_verifier else "judged by a model; see below"]
         return section
-    golds = [task.gold(row) for row in rows]
-    texts = {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
-    if None not in golds:
-        texts = {"gold": [str(gold) for gold in golds], **texts}
     with ExitStack() as stack:
         for function in functions:
             stack.enter_context(function).start()  # its imports are not part of a call's time
         scorer = TextScorer(config, task, rows, functions)
-        begun = time.perf_counter()
-        scores = {kind: scorer(range(len(rows)), of) for kind, of in texts.items()}
-        again = scorer(range(len(rows)), next(iter(texts.values())))
-        seconds = (time.perf_counter() - begun) / (len(texts) + 1)
-        trial = ScoredTexts(
-            scores,
-            again,
-            failed=scorer.failed_rows / scorer.scored_rows,
-            why=next(iter(scorer.failures), ""),
-            other=other_source(config, task),
-            gets_messages=scorer.gets_messages,
-        )
-        is_verified = config.reward.is_verifier and task.grader is None
-        if "gold" in scores and is_verified:
-            lacking = [not task.is_pass(score) for score in scores["gold"] if not math.isnan(score)]
-            trial.lacking = fmean(lacking) if lacking else 0.0
-        section.lines = lines_of(trial, name=scorer.name, seconds=seconds, rows=len(rows))
-        section.facts = {kind: json_safe(mean(of)) for kind, of in scores.items()}
-        section.facts |= {"seconds": seconds, "failed": trial.failed}
-        if config.reward.is_verifier and not scorer.failures:
-            unread = sum(map(math.isnan, scores.get("gold", [])))
-            if unread:
-                section.facts["unread"] = unread
-                section.lines.append(
-                    f"warning: {unread} of {len(rows)} reference answers cannot be read: those rows have no score"
-                )
-        is_sound = seconds < SLOW_CALL_S and not found_by(FINDINGS, trial)
-        if is_sound and "gold" in scores and (config.reward.functions or task.right_or_wrong):
-            section.lines += dresses(section, scorer, task, rows[:ATTACKED_ROWS])
-        if is_sound and config.reward.functions:
-            section.lines += attack(trial, scorer, task, rows[:ATTACKED_ROWS])
-            section.facts["holes"] = [
-                {"name": hole.name, "share": hole.share, "text": hole.text} for hole in trial.holes
-            ]
+        trial = _scored(scorer, section)
+        _try_right_answers(trial, scorer, section)
     for function in functions:
         section.lines += [f"printed: {one_line(line, SHOWN)}" for line in list(function.printed.kept)[-2:]]
     section.findings = found_by(FINDINGS, trial)
     return section
+
+
+def _scored(scorer: TextScorer, section: CheckSection) -> ScoredTexts:
+    """Score reference answers, nothing and nonsense; add lines and facts about them to a section."""
+    config = scorer.config
+    task = scorer.task
+    rows = scorer.rows
+    golds = [task.gold(row) for row in rows]
+    texts = {"nothing": [""] * len(rows), "nonsense": [NONSENSE] * len(rows)}
+    if None not in golds:
+        texts = {"gold": [str(gold) for gold in golds], **texts}
+    begun = time.perf_counter()
+    scores = {kind: scorer(range(len(rows)), of) for kind, of in texts.items()}
+    again = scorer(range(len(rows)), next(iter(texts.values())))
+    trial = ScoredTexts(
+        scores,
+        again,
+        failed=scorer.failed_rows / scorer.scored_rows,
+        why=next(iter(scorer.failures), ""),
+        other=other_source(config, task),
+        gets_messages=scorer.gets_messages,
+        seconds=(time.perf_counter() - begun) / (len(texts) + 1),
+    )
+    is_verified = config.reward.is_verifier and task.grader is None
+    if "gold" in scores and is_verified:
+        lacking = [not task.is_pass(score) for score in scores["gold"] if not math.isnan(score)]
+        trial.lacking = fmean(lacking) if lacking else 0.0
+    section.lines = lines_of(trial, name=scorer.name, rows=len(rows))
+    section.facts = {kind: json_safe(mean(of)) for kind, of in scores.items()}
+    section.facts |= {"seconds": trial.seconds, "failed": trial.failed}
+    if config.reward.is_verifier and not scorer.failures:
+        unread = sum(map(math.isnan, scores.get("gold", [])))
+        if unread:
+            section.facts["unread"] = unread
+            section.lines.append(
+                f"warning: {unread} of {len(rows)} reference answers cannot be read: those rows have no score"
+            )
+    return trial
+
+
+def _try_right_answers(trial: ScoredTexts, scorer: TextScorer, section: RewardSection) -> None:
+    """Find right answers that are paid for, try them as chat models write them, and look for holes."""
+    config = scorer.config
+    task = scorer.task
+    rows = scorer.rows[:ATTACKED_ROWS]
+    if trial.seconds >= SLOW_CALL_S or trial.failed > MAX_FAILED_SHARE:
+        return
+    answers = known_answers(task, rows)
+    if answers.values:
+        trial.paid = paid_form(scorer, answers, enough=config.task.solved_reward)
+    else:
+        trial.paid = paid_column(scorer, rows, scorer.answer_columns(), enough=config.task.solved_reward)
+        answers = answers if trial.paid is None else trial.paid.answers
+    section.paid = trial.paid
+    section.facts["right answers"] = None
+    if trial.paid is not None:
+        section.lines += line_of_paid(trial.paid)
+        section.facts["right answers"] = {
+            "column": answers.column,
+            "form": trial.paid.form,
+            "score": trial.paid.score,
+            "example": trial.paid.example,
+        }
+    if found_by(FINDINGS, trial):
+        return
+    is_tried = trial.paid is not None or "gold" in trial.scores
+    if is_tried and (config.reward.functions or task.right_or_wrong):
+        section.lines += dresses(section, scorer, answers, trial.paid)
+    if config.reward.functions:
+        section.lines += attack(trial, scorer, rows, answers)
+        section.facts["holes"] = [{"name": hole.name, "share": hole.share, "text": hole.text} for hole in trial.holes]
 
 
 def functions_of(config: Config, task: Task) -> list[FunctionReward]:
@@ -283,17 +337,26 @@ def other_source(config: Config, task: Task) -> str:
     return "" if is_asked else f"{config.method} needs none"
 
 
-def lines_of(trial: ScoredTexts, *, name: str, seconds: float, rows: int) -> list[str]:
+def lines_of(trial: ScoredTexts, *, name: str, rows: int) -> list[str]:
     """Return a line with the mean score of each kind of text, and a warning where some rows failed."""
     means = list[str]()
     for kind, scores in trial.scores.items():
         means.append(f"{words_of_kind(kind)} {format_number(mean(scores), missing='no score')}")
-    lines = [f"{name}: {', '.join(means)}; {seconds * 1e3:.1f} ms for {rows} rows"]
+    lines = [f"{name}: {', '.join(means)}; {trial.seconds * 1e3:.1f} ms for {rows} rows"]
     if not trial.known and not trial.failed and trial.other:
         lines = [f"{name} gives none: {trial.other}"]
     if 0 < trial.failed <= MAX_FAILED_SHARE:
         lines.append(f"warning: {trial.failed:.0%} of the rows failed, the first so: {trial.why}")
     return lines
+
+
+def line_of_paid(paid: PaidForm) -> list[str]:
+    """Return a line about right answers that are in a column of any name, or are paid for in another form alone."""
+    if paid.is_given and paid.answers.column is None:
+        return []
+    whose = "right answers" if paid.answers.column is None else f"right answers of the column `{paid.answers.column}`"
+    how = "" if paid.is_given else ", in another form than the rows have"
+    return [f"{whose}: {format_number(paid.score)} as {one_line(paid.example, SHOWN)!r}{how}"]
 
 
 class TextScorer:
@@ -304,6 +367,7 @@ class TextScorer:
     def __init__(self, config: Config, task: Task, rows: list[Row], functions: list[FunctionReward]) -> None:
         self.config = config
         self.task = task
+        self.rows = rows
         self.functions = functions
         self.name = " + ".join(function.name for function in functions)
         self.prompts = [asked_of(task.prompt(row)) for row in rows]
@@ -315,7 +379,9 @@ class TextScorer:
         self.scored_rows = 0
         self.failed_rows = 0
         facts = [function.start() for function in functions]
-        wants_ids = any(IDS in [*(of.parameters or []), *of.required] for of in facts)
+        self.takes_any = any(of.parameters is None for of in facts)
+        self.named = {name for of in facts for name in (*(of.parameters or []), *of.required)}
+        wants_ids = IDS in self.named
         self.tokenizer = tokenizer_of(config) if wants_ids else None
 
     def __call__(self, where: Iterable[int], texts: list[str]) -> list[float]:
@@ -342,6 +408,10 @@ class TextScorer:
         self.failed_rows += len(failed)
         return total.tolist()
 
+    def answer_columns(self) -> list[list[str]]:
+        """Return the columns that may hold the right answers that the functions read."""
+        return columns_to_try(self.rows, named=self.named, takes_any=self.takes_any)
+
 
 def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     """Load the tokenizer of the model, without its weights."""
@@ -350,16 +420,15 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
     return load_tokenizer(config.model.path, revision=config.model.revision)
 
 
-def dresses(section: CheckSection, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
+def dresses(section: CheckSection, scorer: TextScorer, answers: RightAnswers, paid: PaidForm | None) -> list[str]:
     """Score right answers in the forms in which chat models write one; return a line on those that score as much as the
-    reference answer does.
+    form that is paid for does (None: as the rows have them).
     """
-    right = {i: value for i, row in enumerate(rows) if (value := right_value(task, row)) is not None}
-    tried = [(i, name, text) for i, value in right.items() for name, text in dressed(value).items()]
+    tried = [(i, name, text) for i, value in answers.values.items() for name, text in dressed(value).items()]
     if not tried or scorer.is_played:
         return []
-    golds = scorer(right, [task.gold(rows[i]) or value for i, value in right.items()])
-    best = dict(zip(right, golds, strict=True))
+    whole = answers.given if paid is None else paid.texts
+    best = dict(zip(whole, scorer(whole, [*whole.values()]), strict=True))
     scores = scorer([i for i, _, _ in tried], [text for _, _, text in tried])
     missed = dict[str, str]()
     for (i, name, text), score in zip(tried, scores, strict=True):
@@ -368,18 +437,24 @@ def dresses(section: CheckSection, scorer: TextScorer, task: Task, rows: list[Ro
     names = dict.fromkeys(name for _, name, _ in tried)
     section.facts["dresses"] = {name: name not in missed for name in names}
     scored = len(names) - len(missed)
-    line = f"reference answer in the forms of chat models: {scored} of {len(names)} score as it does"
+    line = f"right answers in the forms of chat models: {scored} of {len(names)} are paid in full"
     shown = ", ".join(f"{name} ({one_line(text, SHOWN_FORM)!r})" for name, text in [*missed.items()][:SHOWN_FORMS])
     more = f" and {len(missed) - SHOWN_FORMS} more" if len(missed) > SHOWN_FORMS else ""
     return [f"{line}; not {shown}{more}" if missed else line]
 
 
-def attack(trial: ScoredTexts, scorer: TextScorer, task: Task, rows: list[Row]) -> list[str]:
+NO_HOLES_TRIED = (
+    "holes: not looked for, which takes two rows with different right answers: in a column `answer`, `gold` of a task, "
+    "or a column whose values the reward pays for as answers. task.columns.answer=NAME names one (with "
+    "task.columns.NAME=NAME it keeps its own name too)"
+)
+
+
+def attack(trial: ScoredTexts, scorer: TextScorer, rows: list[Row], answers: RightAnswers) -> list[str]:
     """Look for holes; return lines about them."""
-    found = find_holes(scorer, task, rows)
-    if found is None:
-        known = "which a column `answer` has, or `gold` of a task"
-        return [f"holes: not looked for, which takes two rows with different right answers, {known}"]
+    if not answers.are_different:
+        return [NO_HOLES_TRIED]
+    found = find_holes(scorer, scorer.task, rows, answers)
     trial.holes = found.holes
     trial.is_blind = found.is_blind
     tried, kinds = found.tried
