@@ -131,6 +131,7 @@ def settings_page() -> str:
         "# Settings\n",
         "Write a setting as `section.key=value` on the command line, or in a recipe. `tinyrl list settings SECTION` "
         "prints the same as YAML. Where a preset gives the default, the one of the first preset is shown.",
+        "\n```bash\ntinyrl train grpo optim.learning_rate=1e-5 grpo.group_size=16\ntinyrl list settings optim\n```",
     ]
     for section in SECTIONS:
         users = [name for name, method in METHODS.items() if section in method.sections]

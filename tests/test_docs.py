@@ -42,9 +42,16 @@ def one_line_each(text: str) -> str:
     return re.sub(r" *\\\n *", " ", text)
 
 
+def shell_lines(text: str) -> list[str]:
+    """The lines of a page's blocks of shell: of docs/ those between fences, of README and the like indented ones."""
+    text = one_line_each(text)
+    fenced = re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return [line for block in fenced for line in block.splitlines()] + re.findall(r"^    (.*)", text, re.MULTILINE)
+
+
 def commands(page: str) -> list[str]:
-    """The commands of tinyrl in a page's indented blocks and tables, without what is said beside them."""
-    lines = re.findall(r"^    \$? ?(tinyrl .*)", one_line_each(PAGES[page]), re.MULTILINE)
+    """The commands of tinyrl in a page's blocks and tables, without what is said beside them."""
+    lines = [line for line in shell_lines(PAGES[page]) if line.startswith("tinyrl ")]
     lines += re.findall(r"^\| `(tinyrl [^`]*)` \|", PAGES[page], re.MULTILINE)
     parts = [part.strip() for line in lines for part in re.split(r"  +#|; ", line)[: 1 + line.count("; tinyrl")]]
     return [part for part in parts if re.match(r"tinyrl [a-z]", part)]
@@ -84,6 +91,15 @@ def test_no_line_of_a_block_is_wider_than_the_page(page: str) -> None:
     fenced = [line for block in blocks(page, r"\w*") for line in block.splitlines()]
     indented = re.findall(r"^    (.*)", re.sub(r"^```.*?^```", "", PAGES[page], flags=re.M | re.S), re.M)
     assert [line for line in fenced + indented if len(line) > WIDTHS.get(page, PAGE_WIDTH)] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_block_of_the_site_names_its_language(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    fences = re.findall(r"^ *```(.*)$", text, re.MULTILINE)
+    assert "" not in fences[::2]
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n {4}\S.*", outside) == []
 
 
 def loaded(name: str, source: str, folder: Path) -> Any:
@@ -126,6 +142,14 @@ def test_the_criteria_of_the_page_are_asked_about_and_weighed(tmp_path: Path) ->
     finally:
         judge.close()
     assert call.values == [(3 * 1 + 0.5) / 4, (3 * 0 + 0.5) / 4]
+
+
+def test_a_reward_goes_on_in_verl_and_openrlhf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded("rewards", blocks("rewards.md", "python")[0], tmp_path)
+    carried = loaded("carried", blocks("scale.md", "python")[0], tmp_path)
+    assert [carried.compute_score("sums", text, "4") for text in ("It is 4.", "5")] == [1.0, 0.0]
+    assert carried.reward_func(["2 + 2 = 4"], ["2 + 2 = "], ["4"]) == {"rewards": 1.0, "scores": 1.0}
 
 
 @pytest.mark.slow

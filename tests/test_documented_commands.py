@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from benchmarks import real
 from benchmarks.__main__ import main, parse, problem
 from tests.generation.sampling import TEMPLATE
-from tests.test_docs import PAGES, blocks, commands, one_line_each
+from tests.test_docs import PAGES, blocks, commands, shell_lines
 from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
 
@@ -34,13 +34,9 @@ LEFT_OUT = {  # a part of a command, and why it is not run here
 }
 WITHOUT_ROWS = ("tinyrl train sft", "tinyrl train reward", "tinyrl train dpo")  # names of methods, in a table
 LINES = [(page, line) for page in PAGES for line in commands(page)]
-BENCHMARKS = [
-    words
-    for page in PAGES
-    for words in re.findall(
-        r"(?:^    |^\| `)(?:[A-Z_]+=\S+ )?python -m benchmarks ([^`\n]*)", one_line_each(PAGES[page]), re.M
-    )
-]
+SHELL = [line for page in PAGES.values() for line in shell_lines(page)]
+SHELL += [line for page in PAGES.values() for line in re.findall(r"^\| `([^`]*)` \|", page, re.M)]
+BENCHMARKS = [line.partition("python -m benchmarks ")[2] for line in SHELL if "python -m benchmarks " in line]
 FEW = ["run.num_steps=1", "run.eval_prompts=2", "run.threads=1"]
 FEWER = {
     "grpo": ["generation.max_new_tokens=4", "grpo.num_prompts=2", "grpo.group_size=2", "grpo.minibatch_size=null"],

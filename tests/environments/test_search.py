@@ -59,7 +59,8 @@ def test_a_batch_is_one_search_and_a_search_that_fails_is_in_the_place_of_its_re
     a, b = (Reply(f"{OPENING}Doc 1(Title: {n}) {n.lower()}{CLOSING}") for n in "AB")
     assert play(*turns, shelf=shelf, top_k=5) == [b, None, Reply(INVALID, invalid=True), a, b]
     assert shelf.asked == [(["b", "a"], 5)]
-    broken = mock.Mock(**{"search.side_effect": SearchFailed("the server is on fire")})
+    broken = mock.Mock()
+    broken.search.side_effect = SearchFailed("the server is on fire")
     replies = play(*turns, "<search></search>", shelf=broken)
     assert [str(reply) for reply in replies[::3]] == ["the server is on fire"] * 2
     assert replies[1:3] == [None, Reply(INVALID, invalid=True)]

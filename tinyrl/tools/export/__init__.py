@@ -2,7 +2,8 @@
 
 An adapter is copied, in the names of the class that config.json of its base names (served.py); PEFT must have a place
 on that class for each of its weights. A merged policy is computed in float32 on a freshly loaded base, saved as that
-class and loaded back. Both are compared with the policy. The folder appears whole or not at all.
+class and loaded back; beside it is a Modelfile (modelfile.py). Both are compared with the policy. The folder appears
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tinyrl.runs.folders import LOCK, written_whole
 from tinyrl.runs.records import read_steps, samples_of
 from tinyrl.runs.run_dir import RunDir, open_run, run_of
 from tinyrl.text import one_line
+from tinyrl.tools.export.modelfile import MODELFILE, Modelfile, modelfile, with_older_names
 from tinyrl.tools.export.served import (
     HEADROOM,
     ExportedClass,
@@ -97,12 +99,14 @@ def export(
     if config.lora.enabled:
         config = _as_trained(config, checkpoint)
     name = run.path.resolve().name
+    ollama: Modelfile | None = None
     with written_whole(folder) as writing:
         saved = None
         served = _served(config, trust_remote_code=trust_remote_code)
         how: dict[str, Any] = {"run": run, "served": served, "trust_remote_code": trust_remote_code}
         if merge or not config.lora.enabled:
             saved, notes = write_merged(config, checkpoint, writing, dtype=dtype, **how)
+            ollama = write_modelfile(config, writing, name=name, trust_remote_code=trust_remote_code)
         else:
             for file in (file for file in (*OWN_FILES, *PROCESSOR_FILES) if (checkpoint / file).is_file()):
                 shutil.copyfile(checkpoint / file, writing / file)
@@ -116,6 +120,11 @@ def export(
         about: dict[str, Any] = {"name": name, "dtype": saved, "notes": notes, "reader": reader}
         _describe(writing, run, config, step=checkpoint_step(checkpoint), **about)
     commands = commands_for(folder, config, name=name, is_adapter=saved is None)
+    if ollama is not None:
+        notes += ollama.notes
+        commands |= ollama.commands(folder)
+    elif saved is not None:
+        notes.append("no Modelfile: Ollama reads few models with a vision tower, each by files of its own")
     return Bundle(folder, notes, {what: shlex.join(words) for what, words in commands.items()})
 
 
@@ -165,16 +174,16 @@ def _describe(
 def commands_for(folder: Path, config: Config, *, name: str, is_adapter: bool) -> dict[str, list[str]]:
     """Return the commands, as words, that serve, convert and upload an exported folder."""
     path = str(folder)
-    gguf = ["--outfile", f"{name}.gguf"]
     serve = ["vllm", "serve", path]
-    convert = ["python", "llama.cpp/convert_hf_to_gguf.py", path, *gguf]
+    beside = str(folder / f"{name}.gguf")  # where the Modelfile has it
+    convert = ["python", "llama.cpp/convert_hf_to_gguf.py", path, "--outfile", beside]
     if is_adapter:
         base = str(starter_path(config.model.path) or config.model.path)
         rank = next((each for each in RANKS if each >= config.lora.r), config.lora.r)
         options = ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"{name}={path}"]
         serve = ["vllm", "serve", base, *options]
         of = ["--base" if Path(base).is_dir() else "--base-model-id", base]
-        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", path, *of, *gguf]
+        convert = ["python", "llama.cpp/convert_lora_to_gguf.py", path, *of, "--outfile", f"{name}.gguf"]
     return {"serve": serve, "llama.cpp": convert, "upload": ["hf", "upload", f"OWNER/{name}", path]}
 
 
@@ -302,6 +311,7 @@ def write_merged(
     end_at_turn_end(merged, tokenizer, config.task)
     check_room(folder, needed=weight_bytes(merged.parameters()))
     merged.save_pretrained(folder)
+    with_older_names(folder)
     save_tokenizer(tokenizer, folder, revision=config.model.revision)
     if config.model.with_images:
         save_processor(path, folder, revision=config.model.revision)
@@ -315,6 +325,16 @@ def write_merged(
     if config.model.quantization is not None:
         notes = [_beside_quantised(config, checkpoint, sequences, exported, **trust)]
     return name, notes
+
+
+def write_modelfile(config: Config, folder: Path, *, name: str, **trust: Any) -> Modelfile | None:
+    """Write the Modelfile of a merged model; return it, or None for a model with a vision tower."""
+    if config.model.with_images:
+        return None
+    tokenizer = load_tokenizer(config.model.path, revision=config.model.revision, **trust)
+    written = modelfile(folder, config, tokenizer, name=name)
+    (folder / MODELFILE).write_text(written.text, encoding="utf-8")
+    return written
 
 
 def _beside_quantised(
