@@ -15,6 +15,7 @@ from tinyrl.config.schema import Config
 from tinyrl.data.image_rows import with_data_urls
 from tinyrl.data.readers import Row
 from tinyrl.endpoint.agent_episode import AgentEpisode
+from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import SamplingEngine
@@ -42,7 +43,7 @@ class AgentRunner:
         self.environment = Agents(config.environment, call_tokens=self.call_tokens)
         self.environment.start()
         self._listening: Listening | None = None
-        self._noted = set[str]()  # fields of requests that were ignored, as a note has said
+        self._noted = set[str]()  # fields and tools of requests that were ignored, as a note has said
 
     @property
     def max_episode_tokens(self) -> int:
@@ -102,13 +103,27 @@ class AgentRunner:
         return replace(first, played=record_of(first, episode, text=text, failure=failure), further=further)
 
     def notes(self) -> list[str]:
-        """Return a note on what agents asked for and did not get, unless an earlier one has named it."""
-        wishes = {} if self._listening is None else self._listening.endpoint.wishes
-        new = {name: wish for name, wish in wishes.items() if name not in self._noted}
-        self._noted.update(new)
-        if not new:
+        """Return notes on what agents asked for and did not get, and on tools that were left out of prompts, unless
+        earlier notes have named these.
+        """
+        if self._listening is None:
             return []
-        return [f"`{self.environment.name}` asks for {', '.join(new.values())}: ignored, for the policy to learn"]
+        endpoint = self._listening.endpoint
+        wishes = self._new(endpoint.wishes)
+        tools = self._new(endpoint.left_out)
+        notes = list[str]()
+        if wishes:
+            asked = ", ".join(wishes.values())
+            notes.append(f"`{self.environment.name}` asks for {asked}: ignored, for the policy to learn")
+        if tools:
+            notes.append(f"`{self.environment.name}`: {left_out_note(tools)}")
+        return notes
+
+    def _new(self, found: dict[str, str]) -> dict[str, str]:
+        """Return what no note has named; it counts as named now."""
+        new = {name: words for name, words in found.items() if name not in self._noted}
+        self._noted.update(new)
+        return new
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
