@@ -129,7 +129,6 @@ class AgentRunner:
         """Start the endpoint that agents call, over a scheduler of the engine."""
         from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
-        expander = engine.policy.image_expander
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
             {MODEL: "policy"},
@@ -138,7 +137,7 @@ class AgentRunner:
             episodes={},
             positions=self.positions,
             variables=self.variables,
-            expander=expander if expander is not None and expander.images else None,  # else nothing has tried it
+            expander=engine.policy.image_expander,
         )
         return Listening(endpoint)
 
