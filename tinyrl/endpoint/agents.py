@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.image_rows import with_data_urls
 from tinyrl.data.readers import Row
-from tinyrl.endpoint.agent_episode import AgentEpisode
+from tinyrl.endpoint.agent_episode import AgentEpisode, SideConversations
 from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
@@ -93,7 +93,8 @@ class AgentRunner:
         cut_by = episode.denied or ("length" if has_failed_for_room else None)
         conversations = episode.samples(cut_by=cut_by)
         if not conversations:
-            failure = failure or f"`{self.environment.name}` asked the policy nothing"
+            but = " but side conversations (environment.side_prompts, environment.min_tools)" if episode.calls else ""
+            failure = failure or f"`{self.environment.name}` asked the policy nothing{but}"
             nothing = SampleBuilder(episode.request)
             nothing.read([0])
             conversations = [nothing.sample(finish="length")]
@@ -143,13 +144,15 @@ class AgentRunner:
 
     def _begin(self, request: Request, *, tokenizer: PreTrainedTokenizerBase) -> AgentEpisode:
         """Begin the episode of a request, whose tokens are drawn as it says; greedy ones at temperature 1."""
+        settings = self.config.environment
         return AgentEpisode(
             request=replace(request, temperature=1.0) if request.greedy else request,
             left=self.config.generation.max_new_tokens,
             call_tokens=self.call_tokens,
-            calls_left=self.config.environment.max_turns,
+            calls_left=settings.max_turns,
             tokenizer=tokenizer,
             positions=self.positions,
+            side=SideConversations(prompts=settings.side_prompts, min_tools=settings.min_tools),
         )
 
     def close(self) -> None:
