@@ -33,6 +33,8 @@ NO_EFFECT = [
     ("grpo", "reward.model_label=1", "reward.model=", "reward.model=starter-reward"),
     ("grpo", "environment.max_concurrency=2", "environment.name=python", "environment={agent: 'a.py:f'}"),
     ("grpo", "environment.max_call_tokens=9", "environment.name=python", "environment={agent: 'a.py:f'}"),
+    ("grpo", "environment.side_prompts=['title']", "environment.name=python", "environment={agent: 'a.py:f'}"),
+    ("grpo", "environment.min_tools=1", "environment.name=python", "environment={agent: 'a.py:f'}"),
     ("grpo", "environment.max_turns=2", "task.name=rows", "environment.name=python"),
     ("grpo", "environment.max_turns=2", "task.name=gsm8k", "task.name=search_qa"),
     ("grpo", "environment.max_turns=2", "task.name=sort", "task.name=lookup"),

@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.generation.conftest import _seed, live, prefills  # noqa: F401  fixtures
 from tinyrl.config.sections import GenerationConfig
-from tinyrl.endpoint.agent_episode import AgentEpisode
+from tinyrl.endpoint.agent_episode import AgentEpisode, SideConversations
 from tinyrl.endpoint.endpoint import NO_LIMIT, Endpoint, Listening
 from tinyrl.generation.request import Request
 
@@ -25,7 +25,13 @@ def listening_to(scheduler: Any, *, positions: int = 128, **options: Any) -> Ite
 
 
 def episode_of(
-    tokenizer: Any, *, left: int = 64, call_tokens: int = 64, calls: int = 8, positions: int = 512
+    tokenizer: Any,
+    *,
+    left: int = 64,
+    call_tokens: int = 64,
+    calls: int = 8,
+    positions: int = 512,
+    side: SideConversations | None = None,
 ) -> AgentEpisode:
     """An agent's episode that has just begun."""
     return AgentEpisode(
@@ -35,6 +41,7 @@ def episode_of(
         calls_left=calls,
         tokenizer=tokenizer,
         positions=positions,
+        side=side or SideConversations(),
     )
 
 

@@ -29,7 +29,7 @@ from tests.tiny_models import TinyModels
 from tests.training.experiences import experience_of
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
 from tinyrl.endpoint import agent_episode
-from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
+from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput, SideConversations
 from tinyrl.endpoint.endpoint import NO_LIMIT, Listening
 from tinyrl.endpoint.live_answer import LiveAnswer
 from tinyrl.environments.environment import Dialogue, Episode
@@ -75,8 +75,7 @@ class Running:
         self.episode = self.open()
 
     def open(self, *, left: int = 64, call_tokens: int = 400, calls: int = 8, positions: int = 512) -> AgentEpisode:
-        limits = {"left": left, "call_tokens": call_tokens, "calls": calls, "positions": positions}
-        self.episode = episode_of(self.tokenizer, **limits)
+        self.episode = episode_of(self.tokenizer, left=left, call_tokens=call_tokens, calls=calls, positions=positions)
         self.endpoint.episodes = {"key": self.episode}
         return self.episode
 
@@ -244,6 +243,43 @@ def test_another_history_is_a_row_of_its_own(server: Running) -> None:
     server.say(USER)
     server.say(USER, first, USER, extra_body={"chat_template_kwargs": {"mood": "x"}})
     assert server.answers == [1, 1, 1, 1, 1]
+
+
+SYSTEM: Any = {"role": "system", "content": "You are a title generator. Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("side", "trained"),
+    [
+        (SideConversations(prompts=["title generator"]), [False, True, True]),
+        (SideConversations(prompts=["hello"]), [True, True, True]),  # which the user says
+        (SideConversations(min_tools=1), [False, False, True]),
+        (SideConversations(min_tools=2), [False, False, False]),
+        (SideConversations(), [True, True, True]),
+    ],
+)
+def test_side_conversations_are_answered_and_are_no_rows(
+    side: SideConversations, trained: list[bool], server: Running
+) -> None:
+    """Nor records. They use the episode's turns."""
+    episode = episode_of(server.tokenizer, side=side)
+    inputs = [ClientInput([SYSTEM, USER]), ClientInput([USER]), ClientInput([USER], {"tools": TOOLS})]
+    for given in inputs:
+        call = begun(episode, [5, 6], given)
+        sampled(call.sequence, [40], "eos")
+        call.answered({"content": "x"})
+    rows = [given for given, is_row in zip(inputs, trained, strict=True) if is_row]
+    assert [dialogue.messages[:-1] for dialogue in episode.dialogues()] == [given.messages for given in rows]
+    assert len(episode.samples(cut_by="turns")) == len(rows)
+    assert episode.calls == 3
+
+
+def test_a_text_that_is_no_chat_is_no_side_conversation(server: Running) -> None:
+    episode = episode_of(server.tokenizer, side=SideConversations(min_tools=1))
+    call = begun(episode, [5, 6], ClientInput(text="hello"))
+    sampled(call.sequence, [40], "eos")
+    call.answered({"content": "x"})
+    assert len(episode.samples()) == 1
 
 
 def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Running) -> None:

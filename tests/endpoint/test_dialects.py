@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import openai
@@ -36,7 +37,9 @@ def test_items_of_responses_become_messages() -> None:
             {"role": "developer", "content": "as ever"},
             {"role": "user", "content": [{"type": "input_text", "text": "weather?"}]},
             {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look."}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
             {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+            {"type": "reasoning", "id": "rs_2", "summary": []},
             {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "b", "output": "wet"},
             {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
@@ -45,7 +48,7 @@ def test_items_of_responses_become_messages() -> None:
         "tool_choice": {"type": "function", "name": "weather"},
         "max_output_tokens": 9,
         "text": {"format": {"type": "json_schema", "name": "x", "schema": {}}, "verbosity": "low"},
-        "reasoning": {"effort": "low"},
+        "reasoning": {"effort": "low"},  # and what else only describes a request
         "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
         "top_p": 0.5,
     }
@@ -73,7 +76,6 @@ def test_items_of_responses_become_messages() -> None:
         "max_completion_tokens": 9,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
         "verbosity": "low",
-        "reasoning_effort": "low",
         "logprobs": True,
         "top_p": 0.5,
     }
@@ -87,7 +89,14 @@ def test_blocks_of_messages_become_messages() -> None:
         "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
         "messages": [
             {"role": "user", "content": "weather?"},
-            {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "so", "signature": "x"},
+                    {"type": "text", "text": "I look."},
+                    use,
+                ],
+            },
             {
                 "role": "user",
                 "content": [
@@ -152,7 +161,9 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
         (Responses, {"input": "x", "background": True}, "background"),
         (Responses, {"input": "x", "prompt": {"id": "pmpt_1"}}, "prompt"),
         (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
-        (Responses, {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
+        (Responses, {"input": "x", "tools": [{"name": "weather"}]}, "tools"),
+        (Responses, {"input": "x", "tools": [{"type": "namespace", "name": "of"}]}, "namespace"),
+        (Responses, {"input": "x", "reasoning": "high"}, "reasoning"),
         (Responses, {"input": 3}, "input"),
         (Responses, {"input": "x", "n": 2}, "^n is"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "container": "x"}, "container"),
@@ -163,7 +174,8 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
         ),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "tool"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "n": 2}, "^n is"),
-        (Messages, {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "bash_20250124"}]}, "bash"),
+        (Messages, {"messages": [{"role": "user", "content": "x"}], "tools": ["bash"]}, "tools"),
+        (ChatCompletions, {"messages": [{"role": "user", "content": "x"}], "tools": ["bash"]}, "tools"),
     ],
 )
 def test_what_cannot_be_translated_is_refused_by_name(kind: Any, asked: dict[str, Any], named: str) -> None:
@@ -442,6 +454,116 @@ def test_ids_of_calls_are_those_of_the_same_episode_and_no_others() -> None:
     ids = call_ids("weather in Oslo and Rome?")
     assert ids == call_ids("weather in Oslo and Rome?")
     assert len({*ids, *call_ids("weather in Bern?")}) == 4
+
+
+# ---- tools that clients declare ----
+
+WEATHER = {"name": "weather", "parameters": SCHEMA}
+FOREIGN: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [  # path, messages, a tool of no client's, its name
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"type": "custom", "custom": {"name": "apply_patch"}},
+        "apply_patch",
+    ),
+    ("responses", {"input": "hello"}, {"type": "web_search", "external_web_access": False}, "web_search"),
+    ("responses", {"input": "hello"}, {"type": "local_shell"}, "local_shell"),
+    (
+        "messages",
+        {"messages": [{"role": "user", "content": "hello"}]},
+        {"type": "bash_20250124", "name": "bash"},
+        "bash",
+    ),
+]
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"type": "function", "function": WEATHER},
+    "responses": {"type": "function", **WEATHER},
+    "messages": {"name": "weather", "input_schema": SCHEMA},
+}
+
+
+class Recording(Scripted):
+    """Keeps the prompts that it is asked to complete."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.prompts = list[str]()
+
+    def submit(self, work: list[Any]) -> None:
+        self.prompts += [str(self.tokenizer.decode(each.request.prompt)) for each in work]
+        super().submit(work)
+
+
+@pytest.mark.parametrize(("path", "asked", "tool", "name"), FOREIGN)
+def test_a_tool_that_no_client_runs_is_left_out_noted_once_and_cannot_be_called(
+    path: str, asked: dict[str, Any], tool: dict[str, Any], name: str
+) -> None:
+    notes = list[str]()
+    called = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    script = Recording(called)
+    body = {"model": "policy", "max_tokens": 99, **asked, "tools": [FUNCTIONS[path], tool]}
+    if path == "responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    with listening_to(script, positions=4096, note=notes.append) as listening:
+        answers = [post(f"{listening.url}/{path}", json.dumps(body).encode()) for _ in range(2)]
+    for code, answer in answers:
+        assert code == 200
+        assert json.dumps(called)[1:-1] in json.dumps(answer)  # as text
+    assert all("weather" in prompt and name not in prompt for prompt in script.prompts)
+    [note] = notes
+    assert name in note
+
+
+@pytest.mark.parametrize("name", ["web_search", "weather"])
+def test_a_function_of_the_clients_is_called_whatever_else_has_its_name(name: str) -> None:
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA}, {"type": "web_search"}]
+    body = {"model": "policy", "input": "hello", "tools": tools}
+    with listening_to(Scripted(CALL.replace("weather", name)), positions=4096) as listening:
+        _, answer = post(f"{listening.url}/responses", json.dumps(body).encode())
+    assert [item["type"] for item in answer["output"]] == ["function_call"]
+
+
+def recorded_of_codex() -> dict[str, Any]:
+    """A request of Codex CLI 0.171.0 behind two calls, with texts cut short and some tools left out."""
+    return json.loads((Path(__file__).parent / "codex_request.json").read_text(encoding="utf-8"))
+
+
+def test_a_recorded_request_of_codex_is_answered_with_a_call_within_its_namespace() -> None:
+    script = Recording('<tool_call>{"name": "multi_agent_v1.close_agent", "arguments": {"target": "a"}}</tool_call>')
+    with listening_to(script, positions=4096) as listening:
+        client = openai.OpenAI(base_url=listening.url, api_key="key", max_retries=0)
+        asked = recorded_of_codex()
+        metadata = {"client_metadata": asked.pop("client_metadata")}
+        [*_, last] = client.responses.create(**asked, extra_body=metadata)
+    [call] = last.response.output
+    assert (call.type, call.namespace, call.name) == ("function_call", "multi_agent_v1", "close_agent")
+    [prompt] = script.prompts
+    assert "multi_agent_v1.close_agent" in prompt
+    assert "web_search" not in prompt
+
+
+class InNamespace(OverResponses):
+    tools: ClassVar[list[Any]] = [
+        {"type": "namespace", "name": "of", "description": "the sky", "tools": [FUNCTIONS["responses"]]}
+    ]
+
+
+class ScriptInNamespace(Script):
+    """Calls a function within a namespace, and then answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = Scripted(CALL.replace("weather", "of.weather")).tokens
+
+
+def test_a_call_within_a_namespace_is_continued_as_it_was_sampled() -> None:
+    with listening_to(ScriptInNamespace(), positions=4096, episodes={}) as listening:
+        open_episode(listening)
+        harness = InNamespace(listening, streams=False, tools=InNamespace.tools)
+        harness.say("weather in Oslo?")
+        [(call, _)] = harness.calls
+        harness.results({call: "dry"})
+        assert len(rows_of(listening)) == 1
 
 
 # ---- around them ----

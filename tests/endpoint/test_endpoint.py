@@ -129,7 +129,6 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
     [
         ({"model": "gpt-4"}, {}, 404, "policy, base"),
         ({"response_format": {"type": "json_object"}}, {}, 400, "response_format"),
-        ({"max_tokens": 1000}, {}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, {}, 400, "context_length_exceeded"),
         ({"messages": [WITH_IMAGE]}, {}, 400, "data URL"),
         ({"messages": [{"role": "user", "content": [IMAGE_PART]}]}, {}, 400, "no images"),
@@ -163,7 +162,7 @@ def test_what_clients_send_that_changes_nothing_is_accepted(client: openai.OpenA
 WISHES = {  # that are not honoured; near to some of them, what is
     "add_generation_prompt": False, "continue_final_message": True, "do_sample": False, "stop_sequences": ["x"],
     "json_schema": {}, "no_repeat_ngram_size": 2, "enable_thinking": False, "presence_penalty": False,
-    "ignore_eos": 0, "best_of": True, "maximum_tokens": 2, "reasoning_effort": "low",
+    "ignore_eos": 0, "best_of": True, "maximum_tokens": 2, "thinking": {"type": "enabled"},
 }  # fmt: skip
 
 
@@ -206,8 +205,13 @@ def status_of(listening: Listening, path: str, more: dict[str, Any], key: str = 
         ("messages", {"return_token_ids": True}, "return_token_ids"),
         ("messages", {"prompt": "x"}, "prompt"),
         ("messages", {"max_completion_tokens": 2}, "max_completion_tokens"),
+        ("messages", {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ("messages", {"output_config": 5}, "output_config"),
+        ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
+        ("responses", {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "response_format"),
         ("responses", {"response_format": {"type": "json_object"}}, "response_format"),
-        ("responses", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("responses", {"logprobs": True}, "logprobs"),
         ("responses", {"top_logprobs": 2}, "top_logprobs"),
         ("responses", {"max_completion_tokens": 2}, "max_completion_tokens"),
@@ -215,7 +219,6 @@ def status_of(listening: Listening, path: str, more: dict[str, Any], key: str = 
         ("responses", {"messages": HELLO}, "messages"),
         ("responses", {"return_token_ids": True}, "return_token_ids"),
         ("responses", {"text": {"bogus": 1}}, "text.bogus"),
-        ("responses", {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ("responses", {"include": 5}, "include"),
         ("responses", {"include": True}, "include"),
         ("responses", {"include": [{}]}, "include"),
@@ -243,7 +246,7 @@ def test_a_field_that_changes_nothing_here_is_refused_by_name(
         ("completions", {"tools": [], "messages": None, "chat_template_kwargs": {}, "top_logprobs": 0}),
         ("messages", {"stop": [], "logprobs": False, "echo": False, "return_token_ids": False}),
         ("responses", {"response_format": {"type": "text"}, "logprobs": False, "max_tokens": None}),
-        ("responses", {"text": {"bogus": None}, "reasoning": {"summary": "auto"}, "include": []}),
+        ("responses", {"text": {"bogus": None}, "include": []}),
         ("responses", {"include": ["message.output_text.logprobs"], "top_logprobs": 2}),
     ],
 )
@@ -251,6 +254,46 @@ def test_a_field_that_asks_for_what_is_done_anyway_is_accepted(
     path: str, more: dict[str, Any], listening: Listening
 ) -> None:
     assert status_of(listening, path, more)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("chat/completions", {"reasoning_effort": "low"}),
+        ("messages", {"output_config": {"effort": "high"}, "thinking": {"type": "adaptive"}}),
+        ("messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}),
+        ("responses", {"reasoning": {"effort": "high", "summary": "detailed"}, "store": False}),
+        ("responses", {"client_metadata": {"session_id": "x"}, "prompt_cache_key": "x"}),
+        ("responses", {"include": ["web_search_call.action.sources"]}),
+    ],
+)
+def test_a_field_that_only_describes_a_request_is_no_wish(path: str, more: dict[str, Any], live: LiveScheduler) -> None:
+    """As Codex and Claude Code send them; in an episode no note says that they are ignored."""
+    with listening_to(live, positions=512, episodes={}) as server:
+        server.endpoint.episodes = {"key": episode_of(live.tokenizer)}
+        assert status_of(server, path, more, "key")[0] == 200
+        assert server.endpoint.wishes == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("chat/completions", "max_tokens"), ("chat/completions", "max_completion_tokens"),
+        ("completions", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens"),
+    ],
+)  # fmt: skip
+def test_more_new_tokens_than_fit_behind_a_prompt_are_the_fields_fault(
+    path: str, field: str, listening: Listening
+) -> None:
+    """Clients shorten their prompts where they read that these are too long. Positions are 128."""
+    del (asked := {**REQUESTS[path]})[next(name for name in REQUESTS[path] if name.startswith("max_"))]
+    code, answer = post(f"{listening.url}/{path}", json.dumps({**asked, field: 32000}).encode())
+    assert code == 400
+    error = answer["error"]
+    assert f"`{field}` exceed" in error["message"]
+    most = int(error["message"].rpartition(" ")[2])
+    assert (error.get("param"), error.get("code")) == ((None, None) if path == "messages" else (field, "invalid_value"))
+    assert post(f"{listening.url}/{path}", json.dumps({**asked, field: most}).encode())[0] == 200
 
 
 def test_fields_of_other_protocols_are_wishes_in_an_episode(live: LiveScheduler) -> None:
@@ -401,7 +444,7 @@ def suppressed(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-WISHED = {"response_format": {"type": "json_object"}, "tool_choice": "required", "reasoning_effort": "low"}
+WISHED = {"response_format": {"type": "json_object"}, "tool_choice": "required", "frequency_penalty": 1}
 NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 NO_WISHES = {
     "parallel_tool_calls": False, "store": True, "verbosity": "low", "metadata": {"a": "b"}, "user": "me",

@@ -412,6 +412,13 @@ class EnvironmentConfig(Section):
     max_call_tokens: Annotated[Positive | None, AGENT] = Field(
         default=None, description="maximum tokens per call of an agent; null: generation.max_new_tokens / max_turns"
     )
+    side_prompts: Annotated[list[Text], AGENT] = Field(
+        default_factory=list,
+        description="an agent's chats with one of these texts in a system message are answered, and not trained on",
+    )
+    min_tools: Annotated[int, Field(ge=0, le=1000), AGENT] = Field(
+        default=0, description="an agent's chats with fewer tools than this are answered, and not trained on"
+    )
     max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns per episode")
     max_observation_tokens: Annotated[Positive, OBSERVES] = Field(
         default=256, description="maximum tokens of an observation; a longer one is cut"

@@ -8,7 +8,8 @@
                          sub-agent, an image behind an answer (in a row all images are in the prompt)
                       4. the call counts when its answer is sent: one that the agent gave up before (it hung up, or
                          timed out and tries again) leaves no row, and its tokens and its turn are the episode's again
-    it returns        5. rewards judge its text; each conversation is a row with the episode's reward (agents.py)
+    it returns        5. rewards judge its text; each conversation is a row with the episode's reward (agents.py), but
+                         for side conversations, such as a harness's request for a title
 
 Tokens are drawn as the run says; temperature, top_p and top_k of a request are ignored, since log-probabilities must be
 those of the trained distribution. generation.max_new_tokens is for an episode's calls together, and a call has at most
@@ -51,17 +52,35 @@ class ClientInput:
     text: str | None = None
 
 
+@dataclass(frozen=True)
+class SideConversations:
+    """Which chats of an agent are answered and not trained on: environment.side_prompts and environment.min_tools."""
+
+    prompts: list[str] = field(default_factory=list)
+    min_tools: int = 0
+
+    def has(self, given: ClientInput) -> bool:
+        """Return whether a chat is one of them, by its system messages or the number of its tools."""
+        if given.messages is None:
+            return False
+        systems = [message["content"] for message in given.messages if message["role"] == "system"]
+        is_named = any(prompt in system for system in systems for prompt in self.prompts)
+        return is_named or len(given.variables.get("tools") or []) < self.min_tools
+
+
 @dataclass(eq=False)
 class AgentConversation:
     """A row: a prompt, and the tokens sampled and prefilled behind it. last: the answer before; known: all up to it as
     the agent has it (None: it cannot be continued); dialogue: the same as messages, for the records; pending: the
-    call under way; was_denied: a call that would have continued it had no turn or no tokens left.
+    call under way; was_denied: a call that would have continued it had no turn or no tokens left; is_side: it is
+    answered, and is no row.
     """
 
     sample: SampleBuilder
     finish: FinishReason = "length"
     last: DecodedSequence | None = None
     was_denied: bool = False
+    is_side: bool = False
     known: ClientInput | None = None
     dialogue: Dialogue = field(default_factory=Dialogue)
     pending: Call | None = None
@@ -168,7 +187,7 @@ class AgentEpisode:
     first); calls: those answered; calls_left: those that may still be begun; call_tokens: the most of one call;
     numbers: of the calls answered and under way, by prompt; over: its agent has ended; denied: what the first call that
     was denied had none of, turns or length (tokens); was_cut: the last answer was cut off by a limit of the episode;
-    has_overflowed: the model had no positions left for one.
+    has_overflowed: the model had no positions left for one; side: its chats that are no rows.
     """
 
     request: Request
@@ -182,6 +201,7 @@ class AgentEpisode:
     denied: Literal["turns", "length"] | None = None
     was_cut: bool = False
     has_overflowed: bool = False
+    side: SideConversations = field(default_factory=SideConversations)
     conversations: list[AgentConversation] = field(default_factory=list)
     numbers: set[tuple[str, int]] = field(default_factory=set)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -234,7 +254,7 @@ class AgentEpisode:
             role=own.role,
         )
         if conversation is None:
-            conversation = AgentConversation(SampleBuilder(request))
+            conversation = AgentConversation(SampleBuilder(request), is_side=self.side.has(given))
             self.conversations.append(conversation)
         call = Call(
             self,
@@ -258,15 +278,20 @@ class AgentEpisode:
                     conversation.pending.sequence.cancel()
 
     def dialogues(self) -> list[Dialogue]:
-        """Return the messages of the conversations with an answer, in the order of `samples`."""
-        return [one.dialogue for one in self.conversations if one.last is not None]
+        """Return the messages of the conversations that are rows, in the order of `samples`."""
+        return [one.dialogue for one in self._rows]
+
+    @property
+    def _rows(self) -> list[AgentConversation]:
+        """Return the conversations with an answer that are trained on."""
+        return [one for one in self.conversations if one.last is not None and not one.is_side]
 
     def samples(self, *, cut_by: Literal["turns", "length"] | None = None) -> list[Sample]:
-        """Return the conversations with an answer, in the order in which they began. Of an episode that was `cut_by` a
+        """Return the conversations that are rows, in the order in which they began. Of an episode that was `cut_by` a
         limit those whose next call was denied have ended for it, or else the first; one whose last answer was itself
         cut off stays so.
         """
-        answered = [each for each in self.conversations if each.last is not None]
+        answered = self._rows
         ended = [each for each in answered if each.was_denied] or answered[:1]
         for conversation in ended:
             if cut_by is not None and conversation.finish != "length":

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from tinyrl.config.schema import Config
 from tinyrl.data.image_rows import with_data_urls
 from tinyrl.data.readers import Row
-from tinyrl.endpoint.agent_episode import AgentEpisode
+from tinyrl.endpoint.agent_episode import AgentEpisode, SideConversations
+from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.environments.agent import Agents
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.engine import SamplingEngine
@@ -42,7 +43,7 @@ class AgentRunner:
         self.environment = Agents(config.environment, call_tokens=self.call_tokens)
         self.environment.start()
         self._listening: Listening | None = None
-        self._noted = set[str]()  # fields of requests that were ignored, as a note has said
+        self._noted = set[str]()  # fields and tools of requests that were ignored, as a note has said
 
     @property
     def max_episode_tokens(self) -> int:
@@ -92,7 +93,8 @@ class AgentRunner:
         cut_by = episode.denied or ("length" if has_failed_for_room else None)
         conversations = episode.samples(cut_by=cut_by)
         if not conversations:
-            failure = failure or f"`{self.environment.name}` asked the policy nothing"
+            but = " but side conversations (environment.side_prompts, environment.min_tools)" if episode.calls else ""
+            failure = failure or f"`{self.environment.name}` asked the policy nothing{but}"
             nothing = SampleBuilder(episode.request)
             nothing.read([0])
             conversations = [nothing.sample(finish="length")]
@@ -102,19 +104,32 @@ class AgentRunner:
         return replace(first, played=record_of(first, episode, text=text, failure=failure), further=further)
 
     def notes(self) -> list[str]:
-        """Return a note on what agents asked for and did not get, unless an earlier one has named it."""
-        wishes = {} if self._listening is None else self._listening.endpoint.wishes
-        new = {name: wish for name, wish in wishes.items() if name not in self._noted}
-        self._noted.update(new)
-        if not new:
+        """Return notes on what agents asked for and did not get, and on tools that were left out of prompts, unless
+        earlier notes have named these.
+        """
+        if self._listening is None:
             return []
-        return [f"`{self.environment.name}` asks for {', '.join(new.values())}: ignored, for the policy to learn"]
+        endpoint = self._listening.endpoint
+        wishes = self._new(endpoint.wishes)
+        tools = self._new(endpoint.left_out)
+        notes = list[str]()
+        if wishes:
+            asked = ", ".join(wishes.values())
+            notes.append(f"`{self.environment.name}` asks for {asked}: ignored, for the policy to learn")
+        if tools:
+            notes.append(f"`{self.environment.name}`: {left_out_note(tools)}")
+        return notes
+
+    def _new(self, found: dict[str, str]) -> dict[str, str]:
+        """Return what no note has named; it counts as named now."""
+        new = {name: words for name, words in found.items() if name not in self._noted}
+        self._noted.update(new)
+        return new
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
         from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
 
-        expander = engine.policy.image_expander
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),
             {MODEL: "policy"},
@@ -123,19 +138,21 @@ class AgentRunner:
             episodes={},
             positions=self.positions,
             variables=self.variables,
-            expander=expander if expander is not None and expander.images else None,  # else nothing has tried it
+            expander=engine.policy.image_expander,
         )
         return Listening(endpoint)
 
     def _begin(self, request: Request, *, tokenizer: PreTrainedTokenizerBase) -> AgentEpisode:
         """Begin the episode of a request, whose tokens are drawn as it says; greedy ones at temperature 1."""
+        settings = self.config.environment
         return AgentEpisode(
             request=replace(request, temperature=1.0) if request.greedy else request,
             left=self.config.generation.max_new_tokens,
             call_tokens=self.call_tokens,
-            calls_left=self.config.environment.max_turns,
+            calls_left=settings.max_turns,
             tokenizer=tokenizer,
             positions=self.positions,
+            side=SideConversations(prompts=settings.side_prompts, min_tools=settings.min_tools),
         )
 
     def close(self) -> None:

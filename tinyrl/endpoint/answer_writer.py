@@ -114,7 +114,9 @@ class AnswerWriter:
         yield from dialect.end(choice.index, replace(ended, logprobs=left))
 
     async def _end(self, answer: LiveAnswer, choice: Choice) -> EndedChoice:
-        """Return what an answer that has ended says. A call that cannot be parsed stays text."""
+        """Return what an answer that has ended says. A call stays text if it cannot be parsed, or names a tool that the
+        prompt has left out.
+        """
         sequence = choice.sequence
         logprobs = await self._logprobs(answer, choice) if answer.lists_logprobs else None
         content = choice.text
@@ -125,8 +127,9 @@ class AnswerWriter:
             fields = {"prompt_token_ids": self._as_read(sequence.request.prompt), "token_ids": sequence.tokens}
         if answer.reads_calls and self.form is not None:
             begun = answer.begun
-            said, calls = self.form.read(begun + content, tools=answer.body.tools)
-            if calls and not any(call.problem for call in calls):
+            said, calls = self.form.read(begun + content, tools=answer.body.functions)
+            left_out = answer.body.left_out
+            if calls and not any(call.problem or call.name in left_out for call in calls):
                 return EndedChoice(
                     content=said[len(begun) :].rstrip() or None,
                     calls=call_entries(calls, of=[*sequence.request.prompt, *sequence.tokens]),

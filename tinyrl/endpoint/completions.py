@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tinyrl.endpoint.dialect import JSON, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
+from tinyrl.endpoint.request_tools import flat_tools, is_function
 
 
 class ChatCompletions(Dialect):
@@ -25,8 +26,8 @@ class ChatCompletions(Dialect):
         chat = dict(asked)
         if isinstance(asked.get("messages"), list):
             chat["messages"] = [_as_system(message) for message in asked["messages"]]
-        if isinstance(asked.get("tools"), list):
-            chat["tools"] = [_without_strict(tool) for tool in asked["tools"]]
+        if "tools" in asked:
+            chat["tools"] = flat_tools(asked["tools"], _without_strict)
         return chat
 
     def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
@@ -126,8 +127,10 @@ def _as_system(message: Any) -> Any:
     return {**message, "role": "system"} if is_developer else message
 
 
-def _without_strict(tool: Any) -> Any:
-    function = tool.get("function") if isinstance(tool, dict) else None
+def _without_strict(tool: JSON) -> JSON | None:
+    if not is_function(tool):
+        return None
+    function = tool.get("function")
     if not isinstance(function, dict):
         return tool
     return {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}

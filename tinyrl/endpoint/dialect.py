@@ -26,12 +26,15 @@ LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}  # at
 
 
 class Refused(Exception):
-    """A request that is answered with an error of this status; code: what clients look for, if they do."""
+    """A request that is answered with an error of this status. code: what clients look for, if they do; param: the
+    field at fault, where a client may set it otherwise.
+    """
 
-    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 class ContextOverflow(Refused):
@@ -40,6 +43,18 @@ class ContextOverflow(Refused):
     def __init__(self, what: str, *, positions: int) -> None:
         sentence = f"prompt is too long: {what}, and this model's maximum context length is {positions} tokens"
         super().__init__(400, sentence, code="context_length_exceeded")
+
+
+class TooManyTokens(Refused):
+    """A request whose prompt fits, and not the new tokens that a field asks for. In Anthropic's words, from which
+    Claude Code reads the numbers and asks for fewer; in none by which a client would shorten its prompt.
+    """
+
+    def __init__(self, field: str, asked: int, *, prompt: int, positions: int) -> None:
+        sum_of = f"{prompt} + {asked} > {positions}"
+        advice = f"ask for `{field}` of at most {positions - prompt}"
+        sentence = f"input length and `{field}` exceed context limit: {sum_of}; {advice}"
+        super().__init__(400, sentence, code="invalid_value", param=field)
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ class Dialect:
         """Return the body of an error; OpenAI's, if a protocol has no own."""
         kind = "invalid_request_error" if refused.status < 500 else "server_error"
         code = refused.code or refused.status
-        return {"error": {"message": str(refused), "type": kind, "param": None, "code": code}}
+        return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": code}}
 
     def failed(self, refused: Refused) -> Iterator[JSON]:
         """Yield what ends a stream that fails."""

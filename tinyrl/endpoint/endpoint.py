@@ -1,7 +1,7 @@
 """The policy behind the protocols of OpenAI and Anthropic, for `serve` and for agents: the app and its routes.
 
     dialect.py, completions.py, responses.py, messages_api.py   what each protocol reads and writes
-    request_body.py, request_images.py                          the fields of a request, and its images
+    request_body.py, request_tools.py, request_images.py        the fields of a request, its tools and its images
     live_answer.py, answer_writer.py                            an answer that is being sampled, and how it is sent
 
 Requests are decoded together as they come (live.py). What a client asks for and does not get is refused by name;
@@ -24,7 +24,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -52,11 +52,12 @@ from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.answer_writer import AnswerWriter
 from tinyrl.endpoint.completions import ChatCompletions, TextCompletions
-from tinyrl.endpoint.dialect import JSON, ContextOverflow, Dialect, Refused
+from tinyrl.endpoint.dialect import JSON, ContextOverflow, Dialect, Refused, TooManyTokens
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.request_body import Body
 from tinyrl.endpoint.request_images import ImageShelf, RequestImages, refuse
+from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.endpoint.responses import Responses
 from tinyrl.generation.drawing import sample_keys
 from tinyrl.generation.live import LIVE_STEP, LiveScheduler
@@ -74,7 +75,7 @@ LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 MOST_SEQUENCES = 4096  # of all requests together
 SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
 LEAST_TAKEN = 1 << 16  # bytes of a waiting answer that a client has to take within SLOW_S
-MOST_WISHES = 20  # fields that are listed
+MOST_WISHES = 20  # fields, and tools, that are listed
 NO_LIMIT = 1 << 60  # tokens of an agent's call that names no limit: its episode has one
 OWN_VARIABLES = {  # of a chat template, which are given here
     "add_generation_prompt", "chat_template", "continue_final_message", "documents", "messages", "tokenize", "tools",
@@ -92,7 +93,7 @@ class Endpoint:
     defaults: temperature, top_p, top_k and max_new_tokens of requests that do not say; positions: of the model;
     variables: of the chat template; episodes: of agents, by the key that they bring (None: no agents). form: how the
     model writes calls of tools (None: its template shows it none, or they cannot be read). expander: of images (None:
-    the model reads text).
+    the model reads text). note: what is told once of each kind of tool that clients declare and that is left out.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Endpoint:
         hosts: list[str] | None = None,
         episodes: dict[str, AgentEpisode] | None = None,
         expander: ImageExpander | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.models = models
@@ -122,6 +124,8 @@ class Endpoint:
         self.started = int(time.time())
         self.num_sequences = 0  # of all requests that are being answered
         self.wishes = dict[str, str]()  # what agents asked for and did not get, by field
+        self.note = note
+        self.left_out = dict[str, str]()  # tools of clients that no prompt shows, by name
         longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
         self.most_characters = positions * longest_token  # no longer text fits into the model's positions
         self.form: CallForm | None = None
@@ -211,6 +215,7 @@ class Endpoint:
             raise Refused(400, f"{next(iter(wishes.values()))} is not supported")
         if len(self.wishes) < MOST_WISHES:
             self.wishes = wishes | self.wishes
+        self._note_left_out(body.left_out)
         count = body.num_sequences
         if self.num_sequences + count > MOST_SEQUENCES:
             here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"
@@ -239,6 +244,14 @@ class Endpoint:
         finally:
             if stream is None:
                 close()
+
+    def _note_left_out(self, tools: dict[str, str]) -> None:
+        """Record tools that are left out of a prompt, and tell those that are new."""
+        new = [name for name in tools if name not in self.left_out]
+        listed = {name: tools[name] for name in new[: MOST_WISHES - len(self.left_out)]}
+        self.left_out |= listed
+        if listed and self.note is not None:
+            self.note(left_out_note(listed))
 
     async def _asked(self, request: HttpRequest) -> JSON:
         """Return the request's JSON, of any dialect."""
@@ -301,7 +314,7 @@ class Endpoint:
         self._check_characters(texts_of(given), body.tools)
         if not self.tokenizer.chat_template:
             raise ValueError("this model has no chat template; it continues text: /v1/completions")
-        tools = tools_of(body.tools) if body.tool_choice != "none" else None
+        tools = tools_of(body.functions) if body.tool_choice != "none" else None
         if tools and self.form is None:  # chat pages send some with every message
             if episode is not None:
                 raise ValueError("the model's chat template shows it no tools, or its calls of them cannot be read")
@@ -400,11 +413,11 @@ class Endpoint:
             raise
 
     def _limit(self, answer: LiveAnswer, prompt: list[int]) -> int:
-        """Return the most new tokens of a request. Raises ContextOverflow if it has no room for them."""
+        """Return the most new tokens of a request. Raises TooManyTokens if its prompt leaves no room for them."""
         room = self.positions - len(prompt)
         most = min(self.defaults.max_new_tokens, room) if answer.limit is None else answer.limit
         if most > room:
-            raise ContextOverflow(f"{len(prompt)} tokens and {most} new ones", positions=self.positions)
+            raise TooManyTokens(answer.limit_field, most, prompt=len(prompt), positions=self.positions)
         return most
 
     def _request(self, answer: LiveAnswer, prompt: list[int], key: np.uint64, *, limit: int) -> Request:

@@ -18,6 +18,7 @@ from tinyrl.endpoint.request_body import Body
 from tinyrl.generation.request import DecodedSequence
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
+LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # of new tokens, by protocol; the first one holds
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
 
 
@@ -114,6 +115,11 @@ class LiveAnswer:
     def limit(self) -> int | None:
         """Return the most tokens that the request asks for; a completion of text has 16, as in the protocol."""
         return self.body.max_completion_tokens or self.body.max_tokens or (None if self.is_chat else 16)
+
+    @property
+    def limit_field(self) -> str:
+        """Return the field of the request that `limit` is set by."""
+        return next((name for name in LIMITS if self.dialect.asked.get(name)), LIMITS[-1])
 
     @property
     def echoes(self) -> bool:

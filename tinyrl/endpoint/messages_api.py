@@ -4,7 +4,7 @@ The JSON is that of `anthropic.types`, by which tests/endpoint/test_dialects.py 
 server needs no package for it.
 
 Less than the original: content is text, images in base64, calls of tools and their results; thoughts are text; nothing
-is cached for a client (cache_control is ignored).
+is cached for a client (cache_control is ignored). A block of thoughts in a request is another model's, and skipped.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ from tinyrl.endpoint.dialect import (
     refuse_several,
     refuse_state,
 )
+from tinyrl.endpoint.request_tools import flat_tools
 from tinyrl.text import truncate
 
-OWN = {"cache_control", "messages", "stop_sequences", "system", "tool_choice", "tools"}  # translated here
+OWN = {  # translated here
+    "cache_control", "messages", "output_config", "stop_sequences", "system", "tool_choice", "tools",
+}  # fmt: skip
+THOUGHTS = ("thinking", "redacted_thinking")
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
 KINDS |= {429: "rate_limit_error", 500: "api_error"}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -52,8 +56,16 @@ class Messages(Dialect):
         chat = {name: value for name, value in asked.items() if name not in OWN}
         chat["messages"] = _messages(asked.get("system"), asked.get("messages"))
         chat["stop"] = asked.get("stop_sequences")
-        chat["tools"] = _tools(asked.get("tools"))
+        chat["tools"] = flat_tools(asked.get("tools"), _function)
         chat["tool_choice"] = _tool_choice(asked.get("tool_choice"))
+        config = asked.get("output_config")
+        if isinstance(config, dict):
+            chat |= {f"output_config.{name}": value for name, value in config.items() if name != "effort"}
+        elif config is not None:
+            chat["output_config"] = config
+        thinking = asked.get("thinking")
+        if isinstance(thinking, dict) and thinking.get("type") == "adaptive":  # as the model likes
+            del chat["thinking"]
         return chat
 
     def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
@@ -174,9 +186,10 @@ def _assistant(blocks: list[Any]) -> JSON:
     texts = list[JSON]()
     calls = list[JSON]()
     for block in blocks:
-        if _kind(block, known=("text", "tool_use")) == "text":
+        kind = _kind(block, known=("text", "tool_use", *THOUGHTS))
+        if kind == "text":
             texts.append(block)
-        else:
+        elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
     return {"role": "assistant", "content": texts or None, **({"tool_calls": calls} if calls else {})}
@@ -211,18 +224,12 @@ def _shown(block: Any) -> Any:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _tools(tools: Any) -> Any:
-    """Return tools as chat completions write functions."""
-    if not isinstance(tools, list):
-        return tools
-    functions = list[JSON]()
-    for tool in tools:
-        kind = tool.get("type") or "custom" if isinstance(tool, dict) else None
-        if kind != "custom":
-            raise Refused(400, f"tools are functions of the client's, not {truncate(str(kind or tool), 60)}")
-        function = {"name": tool.get("name"), "description": tool.get("description")}
-        functions.append({"type": "function", "function": {**function, "parameters": tool.get("input_schema")}})
-    return functions
+def _function(tool: JSON) -> JSON | None:
+    """Return a tool as chat completions write functions; None for one whose schema is the vendor's."""
+    if tool.get("type") not in (None, "custom"):
+        return None
+    function = {"name": tool.get("name"), "description": tool.get("description")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("input_schema")}}
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -13,12 +13,15 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tinyrl.endpoint.dialect import JSON, Refused
+from tinyrl.endpoint.request_tools import is_function, left_out
 from tinyrl.text import truncate
 
-HARMLESS = {  # fields that change no answer, whatever they hold: for a provider's accounts, caches and queues
-    "metadata", "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key",
-    "prompt_cache_options", "prompt_cache_retention", "request_id", "safety_identifier", "service_tier", "speed",
-    "store", "user", "verbosity",
+# Fields that change no answer, whatever they hold: for a provider's accounts, caches and queues; what an answer is to
+# have besides; and how hard a provider's model is to think, or what of its earlier thoughts it is to forget.
+HARMLESS = {
+    "client_metadata", "context_management", "include", "metadata", "moderation", "parallel_tool_calls", "prediction",
+    "priority", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning", "reasoning_effort",
+    "request_id", "safety_identifier", "service_tier", "speed", "store", "user", "verbosity",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each with the values that change nothing
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "min_p": (0,),
@@ -27,7 +30,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields that are not supported, each w
     "suffix": ("",), "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
     "function_call": ("auto", "none"), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "tool_choice": ("auto", "none"), "background": (False,),
-    "truncation": ("disabled",), "thinking": ({"type": "disabled"},), "reasoning.summary": ("auto",),
+    "truncation": ("disabled",), "thinking": ({"type": "disabled"},),
     "echo": (False,), "logprobs": (False,), "return_token_ids": (False,), "top_logprobs": (0,), "stop": ([],),
     "tools": ([],), "chat_template_kwargs": ({},),
 }  # fmt: skip
@@ -83,6 +86,16 @@ class Body(BaseModel):
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def functions(self) -> list[JSON]:
+        """Return the tools that the client runs."""
+        return [tool for tool in self.tools or [] if is_function(tool)]
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Return the other tools: how to name each to people, by what it would be called."""
+        return left_out(self.tools)
 
     @property
     def goes_on(self) -> bool:

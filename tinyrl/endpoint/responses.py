@@ -4,12 +4,14 @@ The JSON is that of `openai.types.responses`, by which tests/endpoint/test_diale
 it is written as it stands, since the client's classes gain required fields from one version to the next.
 
 Less than the original: nothing is stored (previous_response_id, conversation, background and stored prompts are
-refused), tools are functions, thoughts are text, and items are messages, calls and their results.
+refused), tools are functions, thoughts are text, and items are messages, calls and their results (of the type
+`reasoning` they are skipped: another model's thoughts).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from tinyrl.endpoint.dialect import (
@@ -23,6 +25,7 @@ from tinyrl.endpoint.dialect import (
     refuse_several,
     refuse_state,
 )
+from tinyrl.endpoint.request_tools import NamespacedName, flat_tools, namespaced_names
 from tinyrl.text import truncate
 
 OWN = {  # fields that are translated here; the others mean what they mean in chat completions
@@ -30,7 +33,6 @@ OWN = {  # fields that are translated here; the others mean what they mean in ch
     "tool_choice", "tools",
 }  # fmt: skip
 WITH_LOGPROBS = "message.output_text.logprobs"
-UNREAD = {"reasoning.encrypted_content"}  # of `include`: there is none in an answer
 Items = list[Any]
 
 
@@ -40,8 +42,8 @@ class Responses(Dialect):
     prefix = "resp_"
     foreign = frozenset(
         {
-            "echo", "logprobs", "max_completion_tokens", "max_tokens", "messages", "reasoning_effort",
-            "response_format", "return_token_ids",
+            "echo", "logprobs", "max_completion_tokens", "max_tokens", "messages", "response_format",
+            "return_token_ids",
         }
     )  # fmt: skip
 
@@ -52,6 +54,7 @@ class Responses(Dialect):
         self.is_open = False  # the message has begun
         self.logprobs = list[ListedToken]()  # of its text so far
         self.last: EndedChoice | None = None
+        self.namespaces = namespaced_names(asked.get("tools"))
 
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
@@ -60,20 +63,17 @@ class Responses(Dialect):
         if asked.get("prompt") is not None:
             raise Refused(400, "prompt is not supported: none is stored here; send instructions and input")
         text = _object(asked, "text")
-        reasoning = _object(asked, "reasoning")
+        _object(asked, "reasoning")  # how hard to think, which nothing here does by degrees
         include = _included(asked.get("include"))
         chat = {name: value for name, value in asked.items() if name not in OWN}
         chat["messages"] = _messages(asked.get("instructions"), asked.get("input"))
-        chat["tools"] = _tools(asked.get("tools"))
+        chat["tools"] = flat_tools(asked.get("tools"), _function)
         chat["tool_choice"] = _tool_choice(asked.get("tool_choice"))
         chat["max_completion_tokens"] = asked.get("max_output_tokens")
         chat["response_format"] = _format(text.get("format"))
         chat["verbosity"] = text.get("verbosity")
-        chat["reasoning_effort"] = reasoning.get("effort")
         chat["logprobs"] = True if WITH_LOGPROBS in include else None
-        chat["include"] = [one for one in include if one != WITH_LOGPROBS and one not in UNREAD] or None
         chat |= {f"text.{name}": value for name, value in text.items() if name not in ("format", "verbosity")}
-        chat |= {f"reasoning.{name}": value for name, value in reasoning.items() if name != "effort"}
         return chat
 
     def whole(self, choices: list[EndedChoice], usage: Usage) -> JSON:
@@ -150,12 +150,15 @@ class Responses(Dialect):
                 }
             )
         for call in ended.calls:
+            shown = call["function"]["name"]
+            of_namespace = self.namespaces.get(shown)
+            named = {"name": shown} if of_namespace is None else asdict(of_namespace)
             items.append(
                 {
                     "type": "function_call",
                     "id": call["id"].replace("call_", "fc_"),
                     "call_id": call["id"],
-                    "name": call["function"]["name"],
+                    **named,
                     "arguments": call["function"]["arguments"],
                     "status": "completed",
                 }
@@ -217,7 +220,7 @@ def _object(asked: JSON, name: str) -> JSON:
 
 
 def _included(include: Any) -> list[str]:
-    """Return what an answer is to have besides."""
+    """Return what an answer is to have besides; all but log-probabilities are parts that no answer here has."""
     is_list = isinstance(include, list) and all(isinstance(one, str) for one in include)
     if include is not None and not is_list:
         raise Refused(400, f"include must be a list of texts, not {truncate(repr(include), 60)}")
@@ -225,7 +228,9 @@ def _included(include: Any) -> list[str]:
 
 
 def _messages(instructions: Any, given: Any) -> Items:
-    """Return chat messages. A call belongs to the assistant's message right before it, as do further ones behind it."""
+    """Return chat messages. A call belongs to the assistant's message right before it, as do further ones behind it.
+    Thoughts are another model's, since answers here have none apart from their text.
+    """
     messages = Items()
     if instructions:
         messages.append({"role": "system", "content": instructions})
@@ -243,12 +248,15 @@ def _messages(instructions: Any, given: Any) -> Items:
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            name = item.get("name")
+            if item.get("namespace"):
+                name = NamespacedName(str(item["namespace"]), str(name)).shown
+            function = {"name": name, "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)
-        else:
+        elif kind != "reasoning":
             raise Refused(
                 400,
                 f"input has an item of the type {kind!r:.40}; read are message, function_call, function_call_output",
@@ -256,19 +264,12 @@ def _messages(instructions: Any, given: Any) -> Items:
     return messages
 
 
-def _tools(tools: Any) -> Any:
-    """Return functions as chat completions nest them."""
-    if not isinstance(tools, list):
-        return tools
-    nested = Items()
-    for tool in tools:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind != "function":
-            raise Refused(400, f"tools are functions of the client's, not {truncate(str(kind or tool), 60)}")
-        function = {"name": tool.get("name"), "description": tool.get("description")}
-        function["parameters"] = tool.get("parameters")
-        nested.append({"type": "function", "function": function})
-    return nested
+def _function(tool: JSON) -> JSON | None:
+    """Return a function as chat completions nest it; None for another tool."""
+    if tool.get("type") != "function":
+        return None
+    function = {"name": tool.get("name"), "description": tool.get("description")}
+    return {"type": "function", "function": {**function, "parameters": tool.get("parameters")}}
 
 
 def _tool_choice(choice: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from contextlib import nullcontext
 from datetime import date
 from functools import partial
 
@@ -117,7 +118,9 @@ def load_collector(
         check_judge_budgets(config)
     if seed is not None:
         config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
-    engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)
+    # An agent may send images where no row has one.
+    with policy.trying_images() if isinstance(runner, AgentRunner) else nullcontext():
+        engine, engine_reason = load_engine(policy, runner, train_prompts + eval_prompts)
     policy.micro_batches.when_full(engine.release)
     return Collector(
         policy,

@@ -95,6 +95,7 @@ def served(
         key=key,
         hosts=hosts,
         expander=policy.image_expander,
+        note=lambda text: print(f"note: {text}", flush=True),
     )
     try:
         yield endpoint
