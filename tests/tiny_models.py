@@ -32,6 +32,8 @@ SOFT_CAPS = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 1.0, "final_l
 LINEAR = {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4, "conv_kernel_dim": 4}
 TURNS = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0],
          "mrope_interleaved": True}  # fmt: skip
+SPARSE = {"moe_intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2,
+          "shared_expert_intermediate_size": 16}  # fmt: skip
 HYBRID = {"head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 2, "tie_word_embeddings": True,
           "rope_parameters": TURNS, **{f"linear_{name}": value for name, value in LINEAR.items()}}  # fmt: skip
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
@@ -69,8 +71,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrentgemma": ("RecurrentGemmaConfig", {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64,
                                                 "num_key_value_heads": 1}),
     "qwen3.5": ("Qwen3_5TextConfig", HYBRID),
-    # Folders with a vision tower: of the first the language model alone is loaded, of the second the whole.
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**HYBRID, **SPARSE}),
+    # Folders with a vision tower: of Qwen3.5's the language model alone is loaded, of Gemma's the whole.
     "qwen3.5-vl": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3.5-moe-vl": ("Qwen3_5MoeTextConfig", {**HYBRID, **SPARSE}),
     "gemma3-vl": ("Gemma3TextConfig", {"head_dim": 8, "sliding_window": 64, "layer_types": WINDOWS}),
 }  # fmt: skip
 
@@ -163,8 +167,8 @@ def tiny_config(kind: str, tokenizer: PreTrainedTokenizerFast) -> PretrainedConf
         shape = {"n_positions": POSITIONS, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4}
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     config = getattr(transformers, name)(**(shape | {"vocab_size": len(tokenizer)} | ends | own))
-    if kind == "qwen3.5-vl":
-        whole = getattr(transformers, "Qwen3_5Config")  # noqa: B009
+    if kind in ("qwen3.5-vl", "qwen3.5-moe-vl"):
+        whole = getattr(transformers, name.replace("TextConfig", "Config"))
         return whole(text_config=config.to_dict(), vision_config=VISION, tie_word_embeddings=True)
     if kind == "gemma3-vl":
         whole = getattr(transformers, "Gemma3Config")  # noqa: B009

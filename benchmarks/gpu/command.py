@@ -182,27 +182,28 @@ def further_cells(plan: Plan, options: Namespace) -> list[Cell]:
     return found
 
 
-ATTENTION_ALONE = "lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+ON_EXPERTS = "lora.target_parameters=experts"  # beside all-linear, which leaves them out
 
 
 def family_cells(plan: Plan, options: Namespace, shape: str, minutes: float) -> list[Cell]:
-    """Sampling from a model that no decoder of ours knows, and a step of GRPO. A model with states runs eagerly, and so
-    does LoRA on experts, which stays with the model's modules.
+    """Sampling from a model that no decoder of ours knows, and a step of GRPO; of one with experts both also with LoRA
+    on these. A model with states runs eagerly.
     """
     has_states = "qwen3.5" in shape
     has_experts = "moe" in shape
     found: list[Cell] = []
-    overrides = [ATTENTION_ALONE] if has_experts else []
     if not has_states:
-        found.append(sampling(plan, options, shape, minutes, engine="hf", overrides=overrides))
-    found.append(sampling(plan, options, shape, minutes, engine="hf without graphs", overrides=overrides))
-    found.append(sampling(plan, options, shape, minutes, engine="plain", overrides=overrides))
+        found.append(sampling(plan, options, shape, minutes, engine="hf"))
+    found.append(sampling(plan, options, shape, minutes, engine="hf without graphs"))
+    found.append(sampling(plan, options, shape, minutes, engine="plain"))
+    few = replace(plan.work, num_prompts=min(16, plan.work.num_prompts))
+    found.append(training(plan, options, shape, 2 * minutes, work=few))
     if has_experts:
         note = "LoRA on experts"
-        found.append(sampling(plan, options, shape, minutes, engine="hf without graphs", note=note))
-    few = replace(plan.work, num_prompts=min(16, plan.work.num_prompts))
-    step = training(plan, options, shape, 2 * minutes, work=few, more={"overrides": overrides})
-    return [*found, step]
+        more = {"overrides": [ON_EXPERTS]}
+        found.append(sampling(plan, options, shape, minutes, engine="hf", overrides=[ON_EXPERTS], note=note))
+        found.append(training(plan, options, shape, 2 * minutes, work=few, note=note, more=more))
+    return found
 
 
 def sampling(

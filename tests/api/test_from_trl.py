@@ -90,6 +90,15 @@ def test_given_fields_are_the_settings_of_the_line_to_copy() -> None:
     assert settings["lora.target_modules"] == ["q_proj", "v_proj"]
 
 
+def test_matrices_of_experts_are_taken_by_name() -> None:
+    """One of them, too."""
+    wanted = ["7.mlp.experts.gate_up_proj", "7.mlp.experts.down_proj"]
+    for parameters in (wanted, wanted[:1]):
+        taken = settings_of(GRPOConfig(), LoraConfig(target_modules=["q_proj"], target_parameters=parameters))
+        assert taken.settings["lora.target_parameters"] == sorted(parameters)
+        assert not taken.refused
+
+
 def test_all_that_cannot_be_taken_is_named_at_once() -> None:
     with pytest.raises(ValueError, match=r"use_dora[^\n]*\n.*top_p"):
         tinyrl.from_trl(GRPOConfig(top_p=0.9), peft_config=LoraConfig(use_dora=True))

@@ -142,6 +142,15 @@ SERVER = {"engine": "server", "url": "http://a:1"}
     ("method", "sections", "setting"),
     [
         ("grpo", {"lora": {"dropout": 0.1}}, "lora.dropout=0.1"),
+        ("sft", {"lora": {"dropout": 0.1, "target_parameters": "experts"}}, "lora.target_parameters"),
+        (
+            "grpo",
+            {
+                "lora": {"target_parameters": ["mlp.experts.down_proj"]},
+                "generation": {"engine": "server", "url": "http://127.0.0.1:1"},
+            },
+            "mlp.experts.down_proj",
+        ),
         ("grpo", {**FULL, "model": {"quantization": "4bit"}}, "model.quantization=4bit"),
         ("grpo", {**FULL, "model": {"adapter": "a"}}, "model.adapter=a"),
         ("ppo", {**FULL, "critic": {"kind": "adapter"}}, "critic.kind=adapter"),

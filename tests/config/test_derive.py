@@ -242,6 +242,18 @@ def test_a_run_of_an_earlier_version_has_no_record_of_what_was_given() -> None:
     assert (changed.gae_lambda, changed.whiten_advantages) == (1.0, False)
 
 
+def test_a_run_that_is_older_than_adapters_on_experts_has_those_of_peft(tmp_path: Path) -> None:
+    """Which all-linear was then, on Qwen3-MoE; also in a fork. A new run has none."""
+    newer, older = tmp_path / "newer.yaml", tmp_path / "older.yaml"
+    newer.write_text(dump_config(new("grpo")))
+    older.write_text(newer.read_text().replace("  target_parameters: null\n", ""))
+    config = load_written_config(older)
+    assert config.lora.target_parameters == "peft"
+    assert derive_over(config, ["grpo.kl_coef=0.1"]).lora.target_parameters == "peft"
+    assert load_written_config(newer).lora.target_parameters is None
+    assert load_written_config(EARLIER / "grpo" / "config.yaml").lora.target_parameters is None  # of named modules
+
+
 def test_each_preset_differs_from_the_defaults_it_names() -> None:
     """A field that equals the default would be no difference."""
     plain = new("grpo").grpo

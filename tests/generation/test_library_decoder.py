@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.generation.sampling import in_lora, stir_policy
 from tests.tiny_models import TinyModels
 from tinyrl.generation.library_decoder import LibraryDecoder
+from tinyrl.models.experts import expert_targets
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.policy import Policy
 from tinyrl.models.states import backbone_of
@@ -125,6 +126,50 @@ def test_weights_are_copied_into_the_same_memory(tiny: TinyModels, layout: Any):
     assert len(addresses) == 1
     assert not torch.equal(states[0], states[1])
     assert not torch.equal(states[0], states[2])
+
+
+def adapted_experts(folder: Path, *, dtype: torch.dtype = torch.float32) -> Policy:
+    base = load_causal_lm(str(folder), dtype=dtype)
+    policy = in_lora(base, target_parameters=expert_targets(base, "experts"), target_modules=["q_proj"])
+    stir_policy(policy)
+    return policy
+
+
+@pytest.mark.parametrize("layout", ["merged", "separate_lora", None])
+@pytest.mark.parametrize("kind", ["qwen3-moe", "gpt-oss", pytest.param("qwen3.5-moe", marks=pytest.mark.wide)])
+def test_every_layout_of_adapted_experts_gives_the_same_states(tiny: TinyModels, kind: str, layout: Any):
+    policy = adapted_experts(tiny(kind))
+    decoder = LibraryDecoder(policy.causal, dtype=torch.float32, layout=layout)
+    assert decoder.adapts == (layout is None)
+    with policy.acting("policy"):
+        decoder.sync("default")
+        assert gap(decoder, policy) < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["merged", "separate_lora"])
+def test_experts_are_copied_into_the_same_memory_and_counted(tiny: TinyModels, layout: Any):
+    """As they are under each adapter. Copied are 2 layers' matrices of 8 experts, 32 x 32 and 32 x 16, in float32; or
+    their branches of 4 columns, padded to 8.
+    """
+    policy = adapted_experts(tiny("qwen3-moe"))
+    decoder = LibraryDecoder(policy.causal, dtype=torch.float32, layout=layout)
+    addresses = set[tuple[int, ...]]()
+    states = list[Tensor]()
+    for adapter in ("default", None, "default"):
+        decoder.sync(adapter)
+        copies = [tensor for experts in decoder.sampled_experts for tensor in experts.own_tensors]
+        addresses.add(tuple(tensor.data_ptr() for tensor in copies))
+        states.append(decoded(decoder)[0][-1][1])
+        stir_policy(policy)
+    assert len(addresses) == 1
+    assert not torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+    size = 32 * 32 + 32 * 16 if layout == "merged" else 8 * (32 + 32 + 32 + 16)
+    attention = {"merged": 32 * 32, "separate_lora": 8 * (32 + 32)}[layout]
+    assert decoder.weight_bytes == 4 * 2 * (8 * size + attention)
+    decoder.release()
+    assert decoder.weight_bytes == 0
+    assert not any(experts.own_tensors for experts in decoder.sampled_experts)
 
 
 def test_an_adapter_that_no_matrix_holds_stays_with_the_model(tiny: TinyModels):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.policies import policy_of
 from tinyrl.models.batch import Batch, batch_of, examples
 from tinyrl.models.loading import load_causal_lm
-from tinyrl.models.lora import lora_config, wrap_in_lora
+from tinyrl.models.lora import lora_config, with_experts, wrap_in_lora
 from tinyrl.models.policy import CriticKind, Policy
 
 CPU = torch.device("cpu")
@@ -35,8 +35,10 @@ def lora_roles(
     targets: Any = "all-linear",
     reference: bool = True,
     device: torch.device = CPU,
+    experts: Any = "peft",
 ) -> Policy:
-    model = wrap_in_lora(load_causal_lm(str(folder), dtype=dtype), lora(targets, dropout=dropout))
+    base = load_causal_lm(str(folder), dtype=dtype)
+    model = wrap_in_lora(base, with_experts(lora(targets, dropout=dropout), base, experts))
     return policy_of(model, device=device, reference=reference)
 
 

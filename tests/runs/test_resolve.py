@@ -104,13 +104,15 @@ def test_every_setting_that_takes_a_model_takes_a_run_of_its_kind_alone():
 def test_rank_alpha_and_targets_are_those_of_the_adapter_that_is_started_from():
     run = a_run("sft", SFT)
     own = {"r": 32, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "lora_dropout": 0.1}
+    own["target_parameters"] = ["experts.up_proj", "experts.down_proj"]
     (run / "checkpoints/step-000004/adapter_config.json").write_text(json.dumps(own))
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text(json.dumps(own))
     for path in ("adapter", "runs/sft/checkpoints/step-000004"):
         lora = settled(model={"path": "base", "adapter": path})["lora"]
         expected = {"r": 32, "alpha": 8.0, "target_modules": ["q_proj", "v_proj"]}
-        assert lora == {"enabled": True, "dropout": 0.0, **expected}
+        experts = {"target_parameters": ["experts.down_proj", "experts.up_proj"]}
+        assert lora == {"enabled": True, "dropout": 0.0, **expected, **experts}
     assert settled(model={"path": "base"})["lora"]["r"] == 16
 
 

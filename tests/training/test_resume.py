@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "grpo, a hybrid inside a vision model": ("qwen3.5-vl", "grpo", {"generation": {"max_prompt_tokens": 128}}),
     "grpo, full, inside a vision model": ("qwen3.5-vl", "grpo", {**FULL, "generation": {"max_prompt_tokens": 128}}),
     "grpo, full, experts": ("qwen3-moe", "grpo", FULL),
+    "ppo, adapters on experts": ("qwen3-moe", "ppo", {"lora": {"target_parameters": "experts"}}),
     "grpo, float16": ("sharp", "grpo", {"model": {"dtype": "float16"}}),
     "ppo, adaptive KL, text, micro-batches": (
         "llama",

@@ -360,6 +360,7 @@ TABLE = (
     ),
     Foreign("lora_dropout", setting("lora.dropout")),
     Foreign("lora_target_modules", setting("lora.target_modules")),
+    Foreign("target_parameters lora_target_parameters", setting("lora.target_parameters")),
     Foreign("use_peft", setting("lora.enabled")),
     Foreign("model_name_or_path actor_rollout_ref.model.path pretrain", setting("model.path")),
     Foreign(

@@ -32,8 +32,7 @@ def conflicts(config: Config) -> Iterator[Refusal]:
             ("lora.dropout",),
             f"lora.dropout={dropout} makes the ratio of new to old probabilities random: ppo and grpo need 0",
         )
-    if not config.lora.enabled:
-        yield from _needs_adapters(config)
+    yield from _adapter_conflicts(config) if config.lora.enabled else _needs_adapters(config)
     if config.model.with_images:
         yield from _tower_conflicts(config)
     if environment.agent is not None and config.uses("environment"):
@@ -71,6 +70,24 @@ def _needs_adapters(config: Config) -> Iterator[Refusal]:
         yield Refusal(("critic.kind", "lora.enabled"), "critic.kind=adapter needs lora.enabled=true")
     if config.samples and config.generation.engine == "server":
         yield Refusal(("generation.engine", "lora.enabled"), "generation.engine=server needs lora.enabled=true")
+
+
+def _adapter_conflicts(config: Config) -> Iterator[Refusal]:
+    """Yield what adapters on experts cannot be used with."""
+    lora = config.lora
+    if lora.target_parameters in (None, "peft"):
+        return
+    given = f"lora.target_parameters={json.dumps(lora.target_parameters)}"
+    if lora.dropout > 0:
+        yield Refusal(
+            ("lora.dropout", "lora.target_parameters"),
+            f"lora.dropout={lora.dropout} is for linear layers: with {given} PEFT has none",
+        )
+    if config.samples and config.generation.engine == "server":
+        yield Refusal(
+            ("generation.engine", "lora.target_parameters"),
+            f"generation.engine=server takes adapters of linear layers, and {given} puts some on experts",
+        )
 
 
 def _tower_conflicts(config: Config) -> Iterator[Refusal]:

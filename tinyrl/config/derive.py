@@ -25,7 +25,7 @@ from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.method_sections import PPO_PRESETS, PRESETS, GrpoConfig, PpoConfig, Presets
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
-from tinyrl.config.removed import REMOVED, ignore_neutral
+from tinyrl.config.removed import REMOVED, ignore_neutral, with_newer
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import EnvironmentConfig, GenerationConfig, Section
 from tinyrl.config.settings import fields_of
@@ -40,11 +40,14 @@ LORA_CRITIC_RATE = 1e-4
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """What the adapter_config.json of model.adapter says; target_modules: None for a pattern."""
+    """What the adapter_config.json of model.adapter says; target_modules: None for a pattern; target_parameters: None
+    where no bare parameters have adapters.
+    """
 
     r: int
     alpha: float
     target_modules: list[str] | None
+    target_parameters: list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ RULES = (
     Rule("lora.r", ("model.adapter",), partial(_of_adapter, "r"), always=True),
     Rule("lora.alpha", ("model.adapter",), partial(_of_adapter, "alpha"), always=True),
     Rule("lora.target_modules", ("model.adapter",), partial(_of_adapter, "target_modules"), always=True),
+    Rule("lora.target_parameters", ("model.adapter",), partial(_of_adapter, "target_parameters"), always=True),
     Rule("generation.max_new_tokens", ("model.path",), _max_new_tokens, fits_model=True),
     Rule(
         "environment.max_observation_tokens",
@@ -275,7 +279,7 @@ def read_written(values: dict[str, Any], source: Source, given: Mapping[str, Any
     """Return the configuration that a run's config.yaml, or a checkpoint, has. given: what was given to the run; None:
     it is of an earlier version, so a value that equals what its rule derives will count as derived.
     """
-    config = _whole(values, Given(values, Places(source)), no_facts)
+    config = _whole(with_newer(values), Given(values, Places(source)), no_facts)
     if given is None:
         return config.with_given(Given(values, Places(source), is_whole=True))
     return config.with_given(Given(ignore_neutral(dict(given)), Places(source)))

@@ -19,7 +19,7 @@ from tinyrl.config.yaml_reader import quoted
 from tinyrl.text import truncate
 
 RANKS = ("lora_rank", "lora_r")  # 0: every weight is trained
-OF_THE_ADAPTER = ("lora.r", "lora.alpha", "lora.target_modules")
+OF_THE_ADAPTER = ("lora.r", "lora.alpha", "lora.target_modules", "lora.target_parameters")
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
 
 

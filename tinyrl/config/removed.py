@@ -1,10 +1,11 @@
-"""Settings that were renamed or removed, so that run folders of earlier versions stay readable.
+"""Settings that were renamed, removed or added, so that run folders of earlier versions stay readable.
 
 A run's config.yaml and its checkpoints hold every setting there was when they were written. One that is gone is ignored
 there at its neutral value: the one under which that version did what this one always does. Any other value is refused
 by name, and so is the setting in a recipe or on the command line. One that was a fact of the run and changed nothing is
 ignored there at every value. One that has another name now is read by it; in a recipe or on the command line its old
-name is answered with the new one.
+name is answered with the new one. One that is newer than a run is read there at the value under which this version does
+what that one did.
 """
 
 from __future__ import annotations
@@ -70,6 +71,18 @@ def ignore_neutral(values: dict[str, Any]) -> dict[str, Any]:
         if isinstance(fields, dict) and name in fields and removed.ignores(fields[name]):
             del fields[name]
     return values
+
+
+def with_newer(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the settings of a run or checkpoint with those that it is older than, where their default would
+    do something else than that version did: it left the matrices of experts to PEFT.
+    """
+    lora = values.get("lora")
+    model = values.get("model")
+    if not isinstance(lora, dict) or not isinstance(model, dict) or "target_parameters" in lora:
+        return values
+    is_pefts = lora.get("enabled", True) and lora.get("target_modules") == "all-linear" and model.get("adapter") is None
+    return {**values, "lora": {**lora, "target_parameters": "peft"}} if is_pefts else values
 
 
 def given_removed(values: dict[str, Any]) -> dict[str, Any]:

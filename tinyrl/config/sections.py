@@ -40,6 +40,7 @@ Dropout = Annotated[float, Field(ge=0, lt=1)]
 AutoOrCount = Literal["auto"] | Positive
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Modules = Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)]
+Parameters = Literal["experts", "peft"] | Annotated[list[Text], Field(min_length=1)]
 CriticKind = Literal["adapter", "shared", "shared-detached", "separate"]
 Variables = dict[str, bool | int | float | str | None]
 Truncated = Literal["keep", "mask", "penalize"]
@@ -188,6 +189,11 @@ class LoraSection(Section):
     dropout: Annotated[Dropout, LORA] = Field(default=0.0, description="LoRA dropout; only for sft, reward and dpo")
     target_modules: Annotated[Modules, LORA, FRESH] = Field(
         default="all-linear", description="modules that get an adapter, such as [q_proj, v_proj]"
+    )
+    target_parameters: Annotated[Parameters | None, LORA, FRESH] = Field(
+        default=None,
+        description="matrices of experts that get an adapter: all (experts), or by name, such as "
+        "[mlp.experts.down_proj]; null: none; peft: those that PEFT adds to all-linear, and routers",
     )
 
 

@@ -110,10 +110,12 @@ def settings_of(config: object, peft_config: object | None) -> Taken:
     notes = list[str]()
     if peft_config is not None:
         values |= {name: plain(getattr(peft_config, field)) for field, name in OF_PEFT.items()}
+        if parameters := getattr(peft_config, "target_parameters", None):
+            values["lora_target_parameters"] = sorted(parameters)
         if values.get("lora_target_modules") is None:
             values.pop("lora_target_modules", None)
             notes.append("without target_modules PEFT adapts q_proj and v_proj of most models, this all linear layers")
-        unknown = {*given_fields(peft_config)} - {*OF_PEFT, *ABOUT_PEFT}
+        unknown = {*given_fields(peft_config)} - {*OF_PEFT, "target_parameters", *ABOUT_PEFT}
         reason = "`{}` of peft_config cannot be set: an adapter is LoRA on weights alone here"
         refused |= {name: reason.format(name) for name in sorted(unknown)}
     typed = {*given_fields(config), *OF_PEFT.values()}

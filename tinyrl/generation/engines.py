@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import GenerationConfig
@@ -169,6 +169,7 @@ def library_layout(policy: Policy) -> WeightLayout | None:
     merges = dtype == torch.float32 and not quantized
     layers: list[Any] = [*policy.adapters.layers(POLICY_ADAPTER)]
     adapted = [layer.get_base_layer().weight for layer in layers if own_weights(layer, dtype=dtype)]
+    adapted += [layer.get_param() for layer in layers if isinstance(layer, ParamWrapper) and merges]
     trained = [w for w in policy.causal.parameters() if w.dtype == torch.float32 and dtype != torch.float32]
     copied = adapted if merges or quantized else trained
     needed: int = sum(getattr(w, "quant_state", w).shape.numel() * dtype.itemsize for w in copied)

@@ -2,8 +2,8 @@
 methods of decoder.py's Decoder.
 
 Linear layers that LoRA adapts, or that train in float32 and sample in half precision, are replaced by layers with
-weights of their own (decoder.py's Projection): merged, or with LoRA as a product of its own. The modules above them
-are shallow copies; all others are the model's.
+weights of their own (decoder.py's Projection): merged, or with LoRA as a product of its own. Experts that LoRA adapts
+are replaced in the same way (models/experts.py). The modules above them are shallow copies; all others are the model's.
 
 Prompts are padded on the right, where the causal mask hides padding; but with states (linear attention, convolutions,
 Mamba) on the left, where the modules zero it. Behind what a row holds no padding may enter a state: the decay of
@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, get_layer_types_and_kwargs
@@ -39,6 +39,14 @@ from tinyrl.generation.library_cache import (
 )
 from tinyrl.models.batch import by_axis
 from tinyrl.models.device import HALVES, to_device
+from tinyrl.models.experts import (
+    Branch,
+    computes_experts,
+    experts_output,
+    merged_experts,
+    sampled_branch,
+    wrappers_of,
+)
 from tinyrl.models.image_inputs import ImageInputs, ImagePass
 from tinyrl.models.logprobs import Head, head_of
 from tinyrl.models.lora import is_plain_lora
@@ -78,6 +86,53 @@ class SampledLinear(nn.Module):
         assert self.projection is not None, "used before `sync`"
         flat = x.reshape(-1, x.shape[-1]).to(self.dtype)
         return self.projection(flat).view(*x.shape[:-1], -1)
+
+
+class SampledExperts(nn.Module):
+    """A layer's experts as LoRA adapts them, which `sync` copies: merged into matrices of its own, or the model's
+    matrices beside branches of its own.
+    """
+
+    def __init__(self, source: ParamWrapper, *, merges: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.experts: Any = copy.copy(source.get_base_layer())
+        self.experts._parameters = dict(self.experts._parameters)
+        self.wrappers = wrappers_of(source)
+        self.merges = merges
+        self.dtype = dtype
+        self.merged = dict[str, Tensor]()
+        self.branches = dict[str, Branch]()
+
+    @property
+    def own_tensors(self) -> list[Tensor]:
+        factors = [factor for branch in self.branches.values() for factor in (branch.first, branch.second)]
+        return [*self.merged.values(), *factors]
+
+    def sync(self, adapter: str | None) -> None:
+        """Copy the weights as they are now under `adapter`, into the same memory as before."""
+        for wrapper in self.wrappers:
+            name = wrapper.parameter_name
+            if self.merges:
+                merged = merged_experts(wrapper, adapter)
+                self.merged[name] = renewed(self.merged.get(name), merged)
+                self.experts._parameters[name] = nn.Parameter(self.merged[name], requires_grad=False)
+                continue
+            fresh = sampled_branch(wrapper, adapter, dtype=self.dtype)
+            old = self.branches.get(name)
+            first = renewed(None if old is None else old.first, fresh.first)
+            second = renewed(None if old is None else old.second, fresh.second)
+            self.branches[name] = Branch(first, second, scale=1.0)
+
+    def release(self) -> None:
+        """Free the copies."""
+        for name in self.merged:
+            self.experts._parameters[name] = None
+        self.merged.clear()
+        self.branches.clear()
+
+    def forward(self, states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        assert self.merged or self.branches, "used before `sync`"
+        return experts_output(self.experts, states, index, weights, branches=self.branches)
 
 
 def own_weights(layer: nn.Module, *, dtype: torch.dtype) -> bool:
@@ -182,6 +237,7 @@ class LibraryDecoder:
         self.half = dtype in HALVES
         self.device = next(model.parameters()).device
         self.sampled: list[tuple[nn.Module, SampledLinear]] = []
+        self.sampled_experts: list[SampledExperts] = []
         backbone = backbone_of(model)
         self.backbone: Any = backbone if layout is None else with_replaced(backbone, self._replacement, {})
         self.adapts = any(isinstance(module, LoraLayer) for module in self.backbone.modules())
@@ -193,7 +249,11 @@ class LibraryDecoder:
         self.extends_images = images is None or not (images.sees_ahead or self.has_states)
         self.release()
 
-    def _replacement(self, layer: nn.Module) -> SampledLinear | None:
+    def _replacement(self, layer: nn.Module) -> SampledLinear | SampledExperts | None:
+        if computes_experts(layer):
+            experts = SampledExperts(layer, merges=self.layout == "merged", dtype=self.dtype)
+            self.sampled_experts.append(experts)
+            return experts
         if not own_weights(layer, dtype=self.dtype):
             return None
         base: Any = layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
@@ -230,6 +290,7 @@ class LibraryDecoder:
     def weight_bytes(self) -> int:
         """Count the bytes of the private copies."""
         own = [t for _, layer in self.sampled if layer.projection is not None for t in tensors(layer.projection)]
+        own += [t for experts in self.sampled_experts for t in experts.own_tensors]
         shared = {p.data_ptr() for p in self.model.parameters()}
         return weight_bytes(t for t in [*own, self.head.weight] if t.data_ptr() not in shared)
 
@@ -256,6 +317,8 @@ class LibraryDecoder:
             for old, new in zip(tensors(layer.projection), tensors(fresh), strict=True):
                 assert old.shape == new.shape, "a weight has another shape than at the last sync"
                 renewed(old, new)
+        for experts in self.sampled_experts:
+            experts.sync(adapter)
 
     def _projection(self, source: nn.Module, adapter: str | None) -> Projection:
         if self.layout == "merged":
@@ -267,6 +330,8 @@ class LibraryDecoder:
         self.head = Head(torch.empty(0), None)
         for _, layer in self.sampled:
             layer.projection = None
+        for experts in self.sampled_experts:
+            experts.release()
 
     # ---- forward passes ----
 

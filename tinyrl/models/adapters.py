@@ -13,11 +13,12 @@ from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora import LoraLayer
-from torch import nn
+from peft.tuners.lora import LoraLayer, ParamWrapper
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tinyrl.models.device import move_to_device
+from tinyrl.models.experts import compute_experts
 from tinyrl.models.lora import POLICY_ADAPTER, base_of, config_of, without_refused
 
 
@@ -35,6 +36,7 @@ class Adapters:
         bookkeeping may have changed what is active. (PEFT makes its parameters float32.)
         """
         move_to_device(self.base, self.device).eval()
+        compute_experts(self.base)
         self._layers = [module for module in self.base.modules() if isinstance(module, LoraLayer)]
         self._switch(POLICY_ADAPTER)
 
@@ -66,6 +68,11 @@ class Adapters:
         """List the layers that an adapter changes."""
         return [layer for layer in self._layers if name in layer.lora_A]
 
+    def share(self, name: str) -> float:
+        """Return the share of the base's weights that an adapter changes."""
+        adapted = sum(_count(_adapted_weight(layer)) for layer in self.layers(name))
+        return adapted / sum(_count(weight) for n, weight in self.base.named_parameters() if "lora_" not in n)
+
     @contextmanager
     def active(self, name: str | None, *, dropout: bool) -> Iterator[None]:
         """Compute with one adapter (None: the base as it is), then with the policy's again; forward AND backward belong
@@ -83,3 +90,12 @@ class Adapters:
             if name is not None:
                 layer._active_adapter = [name]
             layer.lora_dropout.train(dropout)
+
+
+def _adapted_weight(layer: LoraLayer) -> Tensor:
+    return layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight  # pyright: ignore
+
+
+def _count(weight: Tensor) -> int:
+    """Return how many weights a parameter holds; one in 4 bits is packed."""
+    return getattr(weight, "quant_state", weight).shape.numel()

@@ -46,6 +46,7 @@ from tinyrl.models.lora import (
     lora_config,
     on_language_model,
     read_lora_config,
+    with_experts,
     wrap_in_lora,
 )
 from tinyrl.models.policy import Policy
@@ -136,6 +137,7 @@ def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_cod
 def _fresh_adapter(config: Config, base: PreTrainedModel, *, dropout: float) -> LoraConfig:
     lora = config.lora
     adapter = lora_config(r=lora.r, alpha=lora.alpha, dropout=dropout, target_modules=lora.target_modules)
+    adapter = with_experts(adapter, base, lora.target_parameters)
     return on_language_model(adapter, base) if config.model.with_images else adapter
 
 

@@ -147,6 +147,13 @@ def to_device(x: Tensor, device: torch.device | str) -> Tensor:
     return x.contiguous().pin_memory().to(device, non_blocking=True)
 
 
+def states_at(states: Tensor, index: Tensor) -> Tensor:
+    """Return states[index], whose backward adds up in the order of `index`: rows that share a prompt use one state.
+    Neither kernel does so on both devices: indexing's adds as threads arrive on a CPU, index_select's on a GPU.
+    """
+    return states.index_select(0, index) if states.device.type == "cpu" else states[index]
+
+
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """Return the dtype of products under autocast on a kind of device; None outside it."""
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -10,6 +10,8 @@ import copy
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from tinyrl.models.experts import expert_targets
 from tinyrl.models.reading import ADAPTER_FILES, reading
 from tinyrl.models.towers import decoder_name, tower_names, tower_pattern
 from tinyrl.text import first_line
@@ -28,6 +31,8 @@ ADAPTER_CONFIG, ADAPTER_FILE = ADAPTER_FILES
 POLICY_ADAPTER = "default"  # PEFT's own name for a first adapter: the policy's files then load with plain PEFT
 IN_A_MODEL = "base_model.model."  # PEFT's prefix of the names in an adapter's file
 ALL_LINEAR = "all-linear"
+PEFTS_OWN = "peft"  # of lora.target_parameters: what PEFT adds to all-linear by itself
+PEFTS_RENAMING = "peft.utils.transformers_weight_conversion"  # not in versions before 0.19
 # Linear layers that PEFT refuses to adapt, by model_type: Mamba's kernels read their weights past the branch.
 NOT_ADAPTABLE: dict[str, list[str]] = {
     name: ["out_proj"] for name in ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
@@ -53,6 +58,29 @@ def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | l
         target_modules=target_modules,
         task_type=TaskType.CAUSAL_LM,
     )
+
+
+def with_experts(config: LoraConfig, model: PreTrainedModel, wanted: str | list[str] | None) -> LoraConfig:
+    """Put adapters on the `wanted` matrices of experts, as lora.target_parameters names them, and leave other bare
+    parameters out, routers among them. Raises ValueError where they are not in the model.
+    """
+    if wanted == PEFTS_OWN:
+        return config
+    parameters = None if wanted is None else expert_targets(model, wanted)
+    return replace(config, target_modules=_linear_targets(config, model), target_parameters=parameters)
+
+
+def _linear_targets(config: LoraConfig, model: PreTrainedModel) -> Any:
+    """Return target_modules; of `all-linear` the layers themselves, where PEFT would add experts and routers to it: in
+    models whose experts were linear layers in earlier versions of transformers. Linear layers that share a name with
+    those experts (`down_proj` of a shared expert) are left out, since PEFT takes every such name for the experts'.
+    """
+    if config.target_modules != ALL_LINEAR or find_spec(PEFTS_RENAMING) is None:
+        return config.target_modules
+    converted = copy.deepcopy(config)
+    import_module(PEFTS_RENAMING).convert_peft_config_for_transformers(converted, model, None)
+    named: Any = converted.target_modules
+    return sorted(named) if converted.target_parameters else config.target_modules
 
 
 def wrap_in_lora(model: PreTrainedModel, config: LoraConfig) -> PeftModel:
@@ -169,6 +197,7 @@ def read_lora_config(path: str, model: PreTrainedModel) -> LoraConfig:
         excluded = config.exclude_modules
         if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name, _ in model.named_modules()):
             config.exclude_modules = None  # of a tower, and `model` is the language model alone
+        config.target_parameters = [own_name(name, model) for name in config.target_parameters or ()] or None
         config.rank_pattern = {own_name(name, model): rank for name, rank in (config.rank_pattern or {}).items()}
         config.alpha_pattern = {own_name(name, model): alpha for name, alpha in (config.alpha_pattern or {}).items()}
         check_rank(model, config, what="r")
@@ -257,8 +286,9 @@ def save_adapter_config(model: PeftModel, name: str, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
-    if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # the order of a set changes with the process
+    for name in ("target_modules", "target_parameters"):
+        if isinstance(getattr(config, name), set):
+            setattr(config, name, sorted(getattr(config, name)))  # the order of a set changes with the process
     config.save_pretrained(str(folder))
 
 

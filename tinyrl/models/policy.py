@@ -28,6 +28,7 @@ from typing import Literal
 
 import torch
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -43,6 +44,7 @@ from tinyrl.models.checks import (
     supports_fused_layers,
 )
 from tinyrl.models.device import Device, move_to_device, to_device
+from tinyrl.models.experts import compute_experts, expert_parameters
 from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.image_inputs import ImageExpander, ImageInputs
 from tinyrl.models.kernels import Kernels
@@ -139,6 +141,7 @@ class Policy:
             parameters |= self.adapters.parameters("critic")
         elif model is not None:
             move_to_device(model, self.device).eval()
+            compute_experts(model)
             backbone = self.backbone("critic")
             if not isinstance(model, PeftModel):
                 trained = model.get_decoder() if self.config.model.with_images else backbone
@@ -422,11 +425,23 @@ class Policy:
             layers = "tinyrl's own layers" if ours else f"the library's {type(model).__name__}"
             parts.append(f"{role} by {layers}")
         rows = "packed" if self.packs else "padded"
+        return "; ".join([f"training: {', '.join(parts)}", f"rows are {rows}", *self._adapter_notes()])
+
+    def _adapter_notes(self) -> Iterator[str]:
+        """Yield what an adapter leaves out: layers that PEFT cannot adapt, and of a model with experts which share of
+        the weights it is on.
+        """
         peft = self.adapters.peft
-        excluded = () if peft is None else config_of(peft, POLICY_ADAPTER).exclude_modules or ()
+        if peft is None:
+            return
+        excluded = config_of(peft, POLICY_ADAPTER).exclude_modules or ()
         left_out = [name for name in NOT_ADAPTABLE.get(str(self.causal.config.model_type), []) if name in excluded]
-        note = f"; without LoRA: {', '.join(left_out)}, which PEFT cannot adapt here" if left_out else ""
-        return f"training: {', '.join(parts)}; rows are {rows}{note}"
+        if left_out:
+            yield f"without LoRA: {', '.join(left_out)}, which PEFT cannot adapt here"
+        if expert_parameters(self.causal):
+            adapted = any(isinstance(layer, ParamWrapper) for layer in self.adapters.layers(POLICY_ADAPTER))
+            others = "" if adapted else ", none on its experts (lora.target_parameters=experts)"
+            yield f"LoRA on {self.adapters.share(POLICY_ADAPTER):.1%} of the weights{others}"
 
     @property
     def num_trained(self) -> int:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from tinyrl.models.batch import Batch, library_states
 from tinyrl.models.checks import supports_fused_layers
+from tinyrl.models.device import states_at
 from tinyrl.models.layers import fused_states
 
 
@@ -24,13 +25,6 @@ def all_states(backbone: nn.Module, batch: Batch) -> Tensor:
     """Compute the hidden states of every position, flat (b * L, H): the one forward pass of a batch, for all roles."""
     fused = batch.packing is not None and supports_fused_layers(backbone)
     return (fused_states if fused else library_states)(backbone, batch)
-
-
-def states_at(states: Tensor, index: Tensor) -> Tensor:
-    """Return states[index], whose backward adds up in the order of `index`: rows that share a prompt use one state.
-    Neither kernel does so on both devices: indexing's adds as threads arrive on a CPU, index_select's on a GPU.
-    """
-    return states.index_select(0, index) if states.device.type == "cpu" else states[index]
 
 
 def response_states(backbone: nn.Module, batch: Batch) -> Tensor:

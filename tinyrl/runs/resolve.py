@@ -64,10 +64,12 @@ def _adapter_facts(path: str) -> AdapterFacts | None:
     with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
         facts = json_object(Path(_folder_of(path), "adapter_config.json"))
         targets = facts["target_modules"]
+        parameters = facts.get("target_parameters")
         return AdapterFacts(
             r=int(facts["r"]),
             alpha=float(facts["lora_alpha"]),
             target_modules=sorted(targets) if isinstance(targets, list) else None,
+            target_parameters=sorted(parameters) if parameters else None,
         )
     return None
 

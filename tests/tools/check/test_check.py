@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests import running
 from tests.tiny_models import TinyModels
+from tests.training.rows import loaded
 from tinyrl.cli.commands import app
 from tinyrl.config.recipe import load_config
 from tinyrl.data.rows import PASS_RATE
@@ -142,6 +143,26 @@ def test_every_known_model_has_as_many_weights_as_published() -> None:
     for name, shapes in KNOWN_SHAPES.items():
         size = next(part for part in name.split("-") if part in PUBLISHED)
         assert (shapes.linear + shapes.embeddings) / 1e9 == pytest.approx(PUBLISHED[size], abs=6e-3)
+
+
+def test_experts_and_their_adapters_are_counted_as_they_are_made(tiny: TinyModels) -> None:
+    """Gates of experts, and of a shared one, are not counted."""
+    for architecture in ("qwen3-moe", "gpt-oss"):
+        settings = running.config("grpo", tiny(architecture), lora={"target_parameters": "experts"})
+        method = loaded(settings)
+        policy = method.policy
+        method.close()
+        shapes = read_shapes(str(tiny(architecture)))
+        base = [p for n, p in policy.causal.named_parameters() if p.ndim > 1 and "lora_" not in n]
+        uncounted = sum(
+            p.numel()
+            for n, p in policy.causal.named_parameters()
+            if n.endswith((".gate.weight", ".router.weight", "_bias")) and p.ndim > 1
+        )
+        assert shapes.all == sum(p.numel() for p in base) - uncounted
+        parts = estimate(settings, device="cpu", room=8 * GB)
+        assert parts["always"]["adapter"] == 4 * policy.num_trained
+        assert parts["sampling"]["copy"] == 4 * (shapes.linear + shapes.of_experts)
 
 
 def test_weights_are_counted_as_the_library_has_them(tiny: TinyModels) -> None:

@@ -12,6 +12,7 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
@@ -30,8 +31,19 @@ ROOM_FOR_CACHE = 0.4  # of the free memory: the sampler decodes fewer rows at a 
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Experts of each layer: how many, the width of one, and how many a token goes to."""
+
+    count: int
+    inner: int
+    chosen: int
+
+
+@dataclass(frozen=True)
 class Shapes:
-    """Sizes of a decoder: width, MLP width, layers, query heads x head size, key heads x head size, vocabulary."""
+    """Sizes of a decoder: width, MLP width, layers, query heads x head size, key heads x head size, vocabulary. With
+    experts the MLP is the shared one, of width 0 where there is none.
+    """
 
     width: int
     inner: int
@@ -40,11 +52,21 @@ class Shapes:
     keys: int
     vocabulary: int
     tied: bool
+    experts: Experts | None = None
 
     @property
     def linear(self) -> int:
         """Return the weights of the linear layers: q, k, v, o, gate, up, down."""
         return self.layers * self.width * (2 * self.queries + 2 * self.keys + 3 * self.inner)
+
+    @property
+    def of_experts(self) -> int:
+        """Return the weights of all experts."""
+        return 0 if self.experts is None else self.layers * self.width * 3 * self.experts.inner * self.experts.count
+
+    @property
+    def all(self) -> int:
+        return self.linear + self.of_experts + self.embeddings
 
     @property
     def embeddings(self) -> int:
@@ -54,20 +76,30 @@ class Shapes:
         """Return the weights of an adapter on these modules (None: all linear layers)."""
         outputs = {"q_proj": self.queries, "k_proj": self.keys, "v_proj": self.keys, "o_proj": self.queries,
                    "gate_proj": self.inner, "up_proj": self.inner, "down_proj": self.inner}  # fmt: skip
-        return self.layers * rank * sum(self.width + outputs[m] for m in modules or outputs if m in outputs)
+        return self.layers * rank * sum(self.width + outputs[m] for m in modules or outputs if outputs.get(m))
+
+    def lora_of_experts(self, rank: int, parameters: str | list[str] | None) -> int:
+        """Return the weights of an adapter on the experts, as lora.target_parameters names their matrices."""
+        if self.experts is None or parameters is None or parameters == "peft":
+            return 0
+        sides = {"gate_up_proj": self.width + 2 * self.experts.inner, "down_proj": self.width + self.experts.inner}
+        ends = [*sides] if isinstance(parameters, str) else [name.rpartition(".")[2] for name in parameters]
+        return self.layers * self.experts.count * rank * sum(size for name, size in sides.items() if name in ends)
 
     def activations(self, dtype_bytes: int, *, recomputed: bool) -> int:
         """Return the bytes that one token takes until its backward pass, through our own layers: what each layer saves,
         or where layers are recomputed, their inputs beside the attention of one layer, whose norm is in float32.
         """
         if not recomputed:
-            return dtype_bytes * self.layers * (2 * self.width + 2 * self.queries + 2 * self.keys + 3 * self.inner)
+            inner = self.inner if self.experts is None else self.inner + self.experts.chosen * self.experts.inner
+            return dtype_bytes * self.layers * (2 * self.width + 2 * self.queries + 2 * self.keys + 3 * inner)
         in_float32 = 0 if dtype_bytes == 4 else 2 * 4 * self.width
         return dtype_bytes * ((self.layers + 6) * self.width + 4 * (self.queries + self.keys)) + in_float32
 
     def tile(self, dtype_bytes: int) -> int:
         """Return the bytes that one token of a tile takes in the MLP of a recomputed layer and its backward pass."""
-        return dtype_bytes * 6 * self.inner
+        inner = self.inner if self.experts is None else self.inner + self.experts.chosen * self.experts.inner
+        return dtype_bytes * 6 * inner
 
 
 @dataclass(frozen=True)
@@ -106,6 +138,12 @@ SIZES = {
     "num_key_value_heads": "num_key_value_heads",
     "head_dim": "head_dim",
 }
+# Sizes of experts: by one of these names.
+EXPERT_SIZES = {
+    "count": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "inner": ("moe_intermediate_size", "intermediate_size"),
+    "chosen": ("num_experts_per_tok",),
+}
 NEEDED_SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -141,8 +179,24 @@ def read_shapes(path: str) -> Shapes:
     size = sizes["head_dim"] or width // heads
     keys = sizes["num_key_value_heads"] or heads
     inner = sizes["intermediate_size"] or 4 * width
+    experts = _experts_in(facts)
+    if experts is not None:
+        shared = facts.get("shared_expert_intermediate_size")
+        inner = shared if isinstance(shared, int) else 0
     tied = bool(facts.get("tie_word_embeddings", True))
-    return Shapes(width, inner, sizes["num_hidden_layers"], heads * size, keys * size, vocabulary, tied=tied)
+    layers = sizes["num_hidden_layers"]
+    return Shapes(width, inner, layers, heads * size, keys * size, vocabulary, tied=tied, experts=experts)
+
+
+def _experts_in(facts: dict[str, Any]) -> Experts | None:
+    """Read the experts of each layer from a config.json; None where it names none."""
+    sizes = dict[str, int]()
+    for field, names in EXPERT_SIZES.items():
+        value = next((facts[name] for name in names if facts.get(name)), None)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            return None
+        sizes[field] = value
+    return Experts(**sizes)
 
 
 def estimate(config: Config, *, device: str, room: float, read: ReadRows | None = None) -> dict[str, dict[str, float]]:
@@ -158,18 +212,23 @@ def estimate(config: Config, *, device: str, room: float, read: ReadRows | None 
     dtype_bytes = 2 if low else 4
 
     def weights(of: Shapes, few_bits: str | None = None) -> float:
-        return BYTES_A_WEIGHT.get(few_bits or "", dtype_bytes) * of.linear + dtype_bytes * of.embeddings
+        """Experts are never of few bits, which bitsandbytes has for linear layers alone."""
+        return BYTES_A_WEIGHT.get(few_bits or "", dtype_bytes) * of.linear + dtype_bytes * (of.all - of.linear)
 
     modules = None if isinstance(lora.target_modules, str) else lora.target_modules
-    adapter = shapes.lora(lora.r, modules)
-    trained = adapter if lora.enabled else shapes.linear + shapes.embeddings
+
+    def adapter_on(of: Shapes) -> int:
+        return of.lora(lora.r, modules) + of.lora_of_experts(lora.r, lora.target_parameters)
+
+    adapter = adapter_on(shapes)
+    trained = adapter if lora.enabled else shapes.all
     always: dict[str, float] = {"process": PROCESS[device], "adapter": 4 * adapter if lora.enabled else 0}
     always["base"] = weights(shapes, config.model.quantization) if lora.enabled else 4 * trained
     if config.has_reference and not lora.enabled:
         always["reference"] = weights(shapes)
     if config.uses("critic") and config.critic.kind in ("adapter", "separate"):
         own = read_shapes(config.critic.path or config.model.path) if config.critic.kind == "separate" else shapes
-        critic = own.lora(lora.r, modules) if lora.enabled else own.linear + own.embeddings
+        critic = adapter_on(own) if lora.enabled else own.all
         always["critic"] = 4 * critic + (weights(own) if lora.enabled and config.critic.kind == "separate" else 0)
         trained += critic
     reward = config.reward.model
@@ -198,7 +257,8 @@ def estimate(config: Config, *, device: str, room: float, read: ReadRows | None 
     if not config.samples or config.generation.engine == "server":
         return {"always": always, "updating": updating}
     generation = config.generation
-    copy = 4 * shapes.linear if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
+    copied = shapes.linear + (shapes.of_experts if shapes.lora_of_experts(1, lora.target_parameters) else 0)
+    copy = 4 * copied if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
     eval_rows = min(config.run.eval_prompts, read.eval_rows)
     rows = min(max(config.on_policy.batch_size, eval_rows), generation.max_rows or 1 << 30)
     cache = rows * longest_text(config, read) * 2 * shapes.layers * shapes.keys * dtype_bytes

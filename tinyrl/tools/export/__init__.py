@@ -113,7 +113,7 @@ def export(
             if not served.is_as_trained:
                 write_adapter(checkpoint, writing, served=served)
             check_adapter_keys(writing, served=served)
-            notes = compare_adapter(config, checkpoint, writing, **how)
+            notes = [*compare_adapter(config, checkpoint, writing, **how), *_notes_on_experts(writing)]
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
         reader = None if served.is_as_trained else served.class_name
@@ -266,6 +266,18 @@ def compare_adapter(
     if not found.gap <= MAX_LOGPROB_DIFF:
         raise ValueError(f"the exported adapter is not the policy, so it is not kept: on a {served.class_name} {found}")
     return [] if served.is_as_trained else [f"read on a {served.class_name}: {found}"]
+
+
+def _notes_on_experts(folder: Path) -> list[str]:
+    """Return a note where an adapter is on more than linear layers, which few programs read."""
+    written = json.loads((folder / ADAPTER_FILES[0]).read_text(encoding="utf-8"))
+    parameters = written.get("target_parameters")
+    if not parameters:
+        return []
+    return [
+        f"it has adapters on experts ({', '.join(sorted(parameters))}), which PEFT reads from version 0.19.1 on; for "
+        "programs that read adapters of linear layers alone: --merge"
+    ]
 
 
 def _plain_base(config: Config, **trust: Any) -> PreTrainedModel:

@@ -20,13 +20,16 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.utils.other import get_pattern_key
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from tinyrl.models.loading import FULL_REPORT, check_weights, saveable_generation
 from tinyrl.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, IN_A_MODEL
 from tinyrl.models.reading import reading, resolve_model_path
 from tinyrl.models.states import backbone_of
 
+ADAPTED = (nn.Linear, nn.Embedding, _ConvNd, Conv1D)  # layers that target_modules name
 HEADROOM = 1.3  # of a model's weights, for loading it and a forward pass
 
 
@@ -146,13 +149,16 @@ def write_adapter(checkpoint: Path, folder: Path, *, served: ExportedClass) -> N
     names: dict[str, str] = {}
     for key in tensors:
         own_name = key.removeprefix(IN_A_MODEL).removesuffix(".lora_A.weight")
-        if key.endswith(".lora_A.weight") and served.name_of(own_name) in modules:  # else one of target_parameters
+        module = modules.get(served.name_of(own_name))
+        if key.endswith(".lora_A.weight") and isinstance(module, ADAPTED):  # else one of target_parameters
             names[own_name] = served.name_of(own_name)
     written["target_modules"] = sorted(names.values())
     for pattern, default in (("rank_pattern", written["r"]), ("alpha_pattern", written["lora_alpha"])):
         if given := written.get(pattern):  # of which a name may begin at the own decoder
             own = {name: given.get(get_pattern_key([*given], own_name), default) for own_name, name in names.items()}
             written[pattern] = {**own, **given}
+    if parameters := written.get("target_parameters"):
+        written["target_parameters"] = [served.name_of(name) for name in parameters]
     written |= {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(written, indent=2), encoding="utf-8")
 
