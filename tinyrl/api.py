@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tinyrl.cli.options import configure_libraries
 from tinyrl.cli.train import print_note
@@ -37,6 +37,7 @@ from tinyrl.process.errors import CodeChanged, Interrupted
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
 from tinyrl.rollout.prepared import prepare
+from tinyrl.runs.best import ended_early
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.resolve import changed_config, model_facts
@@ -174,7 +175,9 @@ class OpenedRun:
 
     @property
     def finished(self) -> bool:
-        return bool(self.metrics) and self.metrics[-1]["step"] >= self.config.run.num_steps
+        steps = read_steps(self._folder.metrics, [])
+        is_done = bool(steps) and max(steps) >= self.config.run.num_steps
+        return is_done or bool(ended_early(self._folder, steps))
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Return lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
@@ -210,9 +213,13 @@ class OpenedRun:
             self.exit_code = 0 if launch is None else launch.go(report=write_report)
         return self
 
-    def policy(self, *, device: str = "auto", trust_remote_code: bool = False) -> ChatSession:
-        """Load the policy of the newest checkpoint: `policy("a prompt")` is its answer. Close it, or use `with`."""
-        target = policy_at(str(self.path), [])
+    def policy(
+        self, *, at: int | Literal["best"] | None = None, device: str = "auto", trust_remote_code: bool = False
+    ) -> ChatSession:
+        """Load the policy of the newest checkpoint, of a step's or of the best one: `policy("a prompt")` is its answer.
+        Close it, or use `with`.
+        """
+        target = policy_at(str(self.path) if at is None else f"{self.path}@{at}", [])
         configure_libraries()
         from tinyrl.tools.chat import ChatSession  # with torch
 

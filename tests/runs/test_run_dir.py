@@ -17,9 +17,10 @@ import pytest
 
 from tinyrl.runs import run_dir
 from tinyrl.runs.folders import LOCK, FolderLock
+from tinyrl.runs.places import run_of
 from tinyrl.runs.provenance import provenance
 from tinyrl.runs.resolve import config_of
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run
 
 CONFIG = config_of({"method": "grpo", "task": {"name": "sort"}})
 

@@ -67,8 +67,9 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
     assert 4000 < listed[1]["size"] < 5000
     text = show_checkpoints(run, [])
     assert text.splitlines()[2].endswith("0.7500  yes, best")
+    assert f"{run.path}@best is that of step 4" in text
     run.append_metrics(6, {"eval/reward_mean": 0.75})  # as good, and later: the run keeps the first
-    assert [line.endswith("best") for line in show_checkpoints(run, []).splitlines()[1:]] == [False, True, False]
+    assert [one["best"] for one in json.loads(show_checkpoints(run, [], as_json=True))] == [False, True, False]
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 

@@ -34,6 +34,7 @@ from tinyrl.process.launched import Options
 from tinyrl.rollout.load import _with_date
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.best import Score
 from tinyrl.runs.resolve import changed_config
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers
@@ -43,7 +44,7 @@ from tinyrl.training import launch as launching
 from tinyrl.training import saver as training_saver
 from tinyrl.training.changes import ChangedInput
 from tinyrl.training.launch import fork, started_with
-from tinyrl.training.run_state import STATE, Best, CheckpointState, Controllers, InputHashes, RunState
+from tinyrl.training.run_state import STATE, CheckpointState, Controllers, InputHashes, RunState
 from tinyrl.training.saver import Saver
 from tinyrl.training.step import Updater
 
@@ -629,7 +630,7 @@ def with_best(first: RunDir, folder: Path, *, step: int) -> RunDir:
     run = RunDir(shutil.copytree(first.path, folder / "of-best"))
     checkpoint = run.checkpoints / "step-000002"
     state = CheckpointState.read(checkpoint)
-    state.run.best = Best(step=step, value=1e6)
+    state.run.best = Score(step=step, value=1e6)
     state.write(checkpoint)
     checkpoints.seal(checkpoint, 2)
     return run
@@ -657,14 +658,15 @@ def test_a_fork_forgets_a_best_checkpoint_that_it_cannot_have(lack: str, first: 
     new = forked(f"{old.path}@2", output_dir=tmp_path)
     assert [p.name for p in checkpoints.list_checkpoints(new.checkpoints)] == ["step-000002", "step-000003"]
     best = CheckpointState.read(new.checkpoints / "step-000003").run.best
-    assert best == Best(step=3, value=running.metrics(new)[3]["eval/reward_mean"])
+    assert best is not None
+    assert (best.step, best.value) == (3, running.metrics(new)[3]["eval/reward_mean"])
 
 
 def test_a_state_that_was_written_comes_back_and_no_other_text(tmp_path: Path) -> None:
     controllers = Controllers(kl_coef=0.07, failing_batches=1)
     values = {"reward/mean": math.nan, "completion/tokens": 96}
     scaler = torch.amp.GradScaler("cpu").state_dict()
-    run = RunState(step=7, values=values, controllers=controllers, best=Best(step=5, value=0.5), loss_scale=scaler)
+    run = RunState(step=7, values=values, controllers=controllers, best=Score(step=5, value=0.5), loss_scale=scaler)
     own: dict[str, Any] = {"micro_batch_tokens": 768, "python_random": python_rng(), "records": {"metrics.jsonl": 10}}
     state = CheckpointState(run=run, sources=InputHashes(rows={"training": "abc"}), config={"method": "grpo"}, **own)
     (tmp_path / STATE).write_text(json.dumps(state.model_dump()))

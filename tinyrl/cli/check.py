@@ -16,8 +16,9 @@ from tinyrl.config.refusal import refusals_at
 from tinyrl.process.launched import Options
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
+from tinyrl.runs.places import named_run
 from tinyrl.runs.records import json_safe, read_run
-from tinyrl.runs.run_dir import named_run, open_run
+from tinyrl.runs.run_dir import open_run
 from tinyrl.runs.show import image_lines
 
 SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples

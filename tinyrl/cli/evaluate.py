@@ -26,7 +26,7 @@ COUNTS = ("num_prompts", "num_samples", "dropped")  # not in the table
 
 def evaluate(
     words: list[str] = settings_argument(
-        "runs, checkpoints or models, and settings that replace theirs", before="TARGET... "
+        "runs, checkpoints (also RUN@best, RUN@STEP) or models, and settings that replace theirs", before="TARGET... "
     ),
     vs: str | None = typer.Option(
         None, help="baseline: a run, checkpoint or model; for a single target also base, start or teacher"

@@ -13,13 +13,17 @@ from tinyrl.cli.together import Needs, Rule
 from tinyrl.process.launched import Options
 
 KEY = "TINYRL_KEY"
-Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="run, checkpoint or model to sample from")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT|MODEL", help="run, checkpoint (also RUN@best, RUN@STEP) or model")
+]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 OF_EXPORT: tuple[Rule, ...] = (Needs("--private", ("--push",), "it is about the repository on the hub"),)
 
 
 def export(
-    run: str = typer.Argument(metavar="RUN|CHECKPOINT", help="run, or one of its checkpoints"),
+    run: str = typer.Argument(
+        metavar="RUN|CHECKPOINT", help="run, or one of its checkpoints, also as RUN@best or RUN@STEP"
+    ),
     merge: bool = typer.Option(False, "--merge", help="write one model, with the adapter merged into its base"),
     dtype: Dtype = typer.Option("auto", help="dtype of the merged model; auto: that of the base checkpoint"),
     output: str | None = typer.Option(

@@ -16,7 +16,10 @@ from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
 from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.process.launched import Options, launched
+from tinyrl.runs.best import ended_early
+from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir, check_new_run, open_run
+from tinyrl.runs.show import go_on_without_patience
 
 if TYPE_CHECKING:
     from tinyrl.config.schema import Config
@@ -39,7 +42,7 @@ def train(
     overwrite: bool = typer.Option(False, "--overwrite", help="replace an existing run of the same name"),
     resume: str | None = typer.Option(None, metavar="RUN", help="resume this run with its own settings"),
     origin: str | None = typer.Option(
-        None, "--from", metavar="RUN[@STEP]", help="start a new run from a checkpoint of this run"
+        None, "--from", metavar="RUN[@STEP|@best]", help="start a new run from a checkpoint of this run"
     ),
     allow_config_change: bool = typer.Option(
         False, "--allow-config-change", help="with --resume: allow changed settings, data or code"
@@ -58,6 +61,8 @@ def train(
         if run is None:
             if main:
                 print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
+                if early := ended_early(opened, read_steps(opened.metrics, [])):
+                    print(f"It {early}. To go on: {go_on_without_patience(opened)}")
             return None
     elif origin is not None:
         if launched().world_size > 1:

@@ -295,6 +295,8 @@ TABLE = (
         "save_strategy", setting("run.save_every", ", in steps; 0 saves the last one only"), read=Values({"no": "0"})
     ),
     Foreign("save_total_limit", setting("run.keep_checkpoints")),
+    Foreign("early_stopping_patience", setting("run.patience")),
+    Foreign("load_best_model_at_end", not_needed("the best checkpoint is kept, and RUN@best means it")),
     Foreign(
         "report_to trainer.logger use_wandb",
         setting("run.trackers"),

@@ -94,7 +94,9 @@ class OnlyIf:
 
 
 class OnlyKeeps:
-    """Mark a field of what a run keeps: no weight and no metric depends on it, so a resume may give another value."""
+    """Mark a field of what a run keeps, or of when it ends: no number of a step depends on it, so a resume may give
+    another value.
+    """
 
 
 def replace_named(values: dict[str, Any], change: Callable[[Named], str], *, schema: type[BaseModel]) -> dict[str, Any]:

@@ -140,6 +140,11 @@ COUNTS_STEPS = OnlyIf(
     why="run.epochs gives the number of steps",
     remedy="run.epochs=null",
 )
+EVALUATES = OnlyIf(
+    lambda config: config.run.eval_prompts > 0 and config.run.eval_every > 0,
+    "run.eval_prompts and run.eval_every are above 0",
+    why="no evaluation comes between the first step and the last",
+)
 TRACKED = OnlyIf(lambda config: bool(config.run.trackers), "run.trackers is not []", why="there is no tracker")
 AGENT = OnlyIf(
     lambda config: config.environment.agent is not None, "environment.agent is not null", why="there is no agent"
@@ -514,6 +519,9 @@ class RunConfig(Section):
         default=25, description="evaluate every N steps, and always at the start and the end"
     )
     eval_prompts: NonNegative = Field(default=64, description="held-out prompts per evaluation; 0: no evaluation")
+    patience: Annotated[Positive | None, EVALUATES, OnlyKeeps()] = Field(
+        default=None, description="end the run after N evaluations without a gain beyond the interval; null: do not"
+    )
     save_every: Annotated[NonNegative, OnlyKeeps()] = Field(
         default=25, description="save a checkpoint every N steps, and always at the end"
     )

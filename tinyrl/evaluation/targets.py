@@ -21,10 +21,10 @@ from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.rollout.preflight import check_model_path
-from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.places import checkpoint_of, run_of
 from tinyrl.runs.records import nearest_run
 from tinyrl.runs.resolve import config_of, model_facts, resolve
-from tinyrl.runs.run_dir import open_run, run_of
+from tinyrl.runs.run_dir import open_run
 from tinyrl.tasks import load_task, task_of
 from tinyrl.tasks.run_rows import rows_of_run
 from tinyrl.text import truncate
@@ -107,7 +107,7 @@ def find(path: str, asked: Asked) -> Target:
     if asked.task is not None:
         load_task(asked.task)
     _check_settings(asked.settings, ("reward", "generation", "task"))
-    run = run_of(Path(path))
+    run = run_of(path)
     judged = asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
@@ -137,7 +137,7 @@ def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) 
     settings.
     """
     _check_settings(settings, takes)
-    run = run_of(Path(path))
+    run = run_of(path)
     if run is None:
         meant = nearest_run(path)
         if meant and starter_path(path) is None and not Path(path).expanduser().exists():  # else it may be a hub name
@@ -175,7 +175,7 @@ def find_side(path: str) -> Side:
     if own is not None:
         _check_side(own)
         return own
-    run = run_of(Path(path))
+    run = run_of(path)
     if run is None:
         check_model_path("model", path)
         return Target(path, None, resolve(_of_model(path)))
@@ -202,12 +202,12 @@ def _check_side(vs: OwnSide) -> None:
 
 def locate(target: Target) -> Target:
     """Return the target with its verified checkpoint. Raises ValueError for a run without one."""
-    return target if target.run is None else replace(target, checkpoint=checkpoint_of(Path(target.path)))
+    return target if target.run is None else replace(target, checkpoint=checkpoint_of(target.path))
 
 
 def trained_on(path: str) -> frozenset[str]:
     """Return the keys of the prompts that a run (or a checkpoint's) was trained on; none for a model."""
-    run = run_of(Path(path))
+    run = run_of(path)
     if run is None:
         return frozenset()
     config = open_run(run).read_config()

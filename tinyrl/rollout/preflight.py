@@ -17,8 +17,8 @@ from tinyrl.models.reading import is_reward_adapter, resolve_model_path
 from tinyrl.process.launched import launched
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
+from tinyrl.runs.places import named_run
 from tinyrl.runs.resolve import has_vision_tower
-from tinyrl.runs.run_dir import named_run
 from tinyrl.runs.tracking import check_trackers
 from tinyrl.tasks import Task, task_of
 from tinyrl.text import truncate

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -128,20 +127,6 @@ def newest_sound(root: Path) -> tuple[Path | None, list[str]]:
             return folder, warnings
         warnings.append(f"{folder.name}: {problem}")
     return None, warnings
-
-
-def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint that a RUN or CHECKPOINT argument means: itself, or the newest sound one of the run."""
-    if (path / MANIFEST).is_file():
-        if problem := problem_with(path):
-            raise ValueError(f"checkpoint {path} is damaged: {problem}")
-        return path
-    folder, warnings = newest_sound(path / "checkpoints")
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if folder is None:
-        raise ValueError(f"{path} has no checkpoint {'that verifies' if warnings else 'yet'}")
-    return folder
 
 
 def prune(root: Path, *, keep: int, protected: Iterable[Path]) -> None:

@@ -48,7 +48,6 @@ class Metric:
         return ("", self.key) if self.key.startswith("eval/") else (self.key, self.held)
 
 
-BEST = "eval/reward_mean"  # its highest value marks the best checkpoint
 TABLE = (
     Metric("reward/mean", "The mean score.",
         "held-out rises with training; training up while held-out falls is memorising or a reward that is being gamed.",

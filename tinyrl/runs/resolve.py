@@ -1,5 +1,5 @@
 """Settings that depend on what is on disk: absolute paths, so that a run can be resumed from any folder; runs named as
-models, replaced by their newest checkpoints that verify; the facts of models that `derive` needs.
+models, replaced by the checkpoints that are meant; the facts of models that `derive` needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.runs.checkpoint import checkpoint_of
+from tinyrl.runs.places import checkpoint_of, named_run
 from tinyrl.runs.records import json_object
-from tinyrl.runs.run_dir import RunDir, named_run, open_run
+from tinyrl.runs.run_dir import RunDir, open_run
 
 
 def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
@@ -75,7 +75,7 @@ def _adapter_facts(path: str) -> AdapterFacts | None:
 
 
 def _folder_of(path: str) -> str:
-    """Return what a model's path names: the newest sound checkpoint of a run, or the path itself."""
+    """Return what a model's path names: the checkpoint that is meant of a run, or the path itself."""
     is_run = named_run(path) is not None
     return str(checkpoint_of(Path(path).expanduser())) if is_run else os.path.expanduser(path)
 
@@ -135,7 +135,7 @@ def room_for_prompt(config: Config, longest: int, *, positions: int, between: in
 
 
 def _checkpoint_of_run(named: Named) -> str:
-    """Return the newest sound checkpoint of a run that is named as a model; every other value as it is."""
+    """Return the checkpoint that is meant of a run that is named as a model; every other value as it is."""
     found = _run_at(named.value) if named.kind == "model" else None
     if found is None:
         return named.value

@@ -23,7 +23,6 @@ from typing import Any
 
 from tinyrl.config.recipe import CONFIG, GIVEN, dump_config, dump_given, load_written_config
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import starter_path
 from tinyrl.runs.folders import LOCK, FolderLock, file_stat, move_into_place, new_folder, open_file, write_atomic
 from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
 
@@ -296,21 +295,6 @@ def _take_number(made: FolderLock, stem: str) -> None:
         except OSError as error:  # another run may take the number at this moment
             if error.errno not in IS_THERE:
                 raise
-
-
-def run_of(path: Path) -> Path | None:
-    """Return the run folder (one with config.yaml) that a RUN or CHECKPOINT argument means, or None."""
-    above = path.absolute().parent
-    folders = (path, above.parent) if above.name == "checkpoints" else (path,)
-    return next((folder for folder in folders if os.path.isfile(folder / "config.yaml")), None)
-
-
-def named_run(path: str) -> Path | None:
-    """Return the run that a model's path names, itself or by a checkpoint; None for a model's folder or name."""
-    folder = Path(os.path.expanduser(path))
-    run = None if starter_path(path) else run_of(folder)
-    has_weights = any(os.path.isfile(folder / name) for name in ("config.json", "adapter_config.json"))
-    return None if run == folder and has_weights else run  # config.yaml is a common name
 
 
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:

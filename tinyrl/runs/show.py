@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from tinyrl.data.images import ImageTokens, is_entry
 from tinyrl.formatting import format_bytes, format_number, format_short
+from tinyrl.runs.best import REWARD, best_first, ended_early, missed_score, score_of
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
-from tinyrl.runs.metrics import BEST, TABLE
+from tinyrl.runs.metrics import TABLE
+from tinyrl.runs.places import AT_BEST
 from tinyrl.runs.records import (
     json_lines,
-    json_safe,
     read_steps,
     reward_change_note,
     samples_of,
@@ -44,31 +45,39 @@ HARD = ("never", "forgotten")
 
 
 def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) -> str:
-    """Verify every checkpoint, oldest first; return a table with what to do with the newest sound one, or JSON. Lines
-    of metrics.jsonl that cannot be read are counted in `notes`.
+    """Verify every checkpoint, oldest first; return a table with the best one, and why the run ended early, if it did;
+    or JSON. Lines of metrics.jsonl that cannot be read are counted in `notes`.
     """
     steps = read_steps(run.metrics, notes)
     found = list[dict[str, Any]]()
+    metric_name = REWARD
     for folder in list_checkpoints(run.checkpoints):
         step = checkpoint_step(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        score = score_of(steps.get(step, {}), step=step)
+        metric_name = score.metric if score is not None else metric_name
+        metric = None if score is None else score.value
         found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
-        found[-1]["metric"] = json_safe(to_float(steps.get(step, {}).get(BEST)))
+        found[-1] |= {"metric": metric, "best": False}
+    sound = {one["name"]: one for one in found if one["problem"] is None}
+    scores = [one.score for one in best_first(run) if one.folder is not None and one.folder.name in sound]
+    for one in found:
+        one["best"] = bool(scores) and one["step"] == scores[0].step
     if as_json:
         return json.dumps(found)
     if not found:
         return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
-    known = [one for one in found if one["metric"] is not None]
-    best = None
-    if known:
-        best = max(known, key=lambda one: one["metric"])["step"]  # the first of equal ones, as a run keeps
-    lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {BEST.removeprefix('eval/'):>14}  verifies"]
+    lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric_name.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = format_number(one["metric"], decimals=4)
-        verifies = "yes, best" if one["step"] == best else "yes"
+        verifies = "yes, best" if one["best"] else "yes"
         if one["problem"]:
             verifies = f"no: {escape_control(one['problem'])}"
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
+    if scores:
+        lines += ["", f"{_best_place(run)} is that of step {scores[0].step}: {scores[0]}"]
+    if early := ended_early(run, steps):
+        lines.append(f"{early}\nto go on: {go_on_without_patience(run)}")
     return "\n".join(lines)
 
 
@@ -86,11 +95,24 @@ def image_lines(environment: dict[str, Any]) -> list[str]:
     return [escape_control(f"images: {tokens.words} (model.with_images=true; {', '.join(packages)}{needed})")]
 
 
+def _best_place(run: RunDir) -> str:
+    """Return how commands name the best checkpoint of a run."""
+    return one_line(f"{run.path}@{AT_BEST}", 4096)
+
+
+def go_on_without_patience(run: RunDir) -> str:
+    """Return the command that goes on with a run that ended early."""
+    return shlex.join(["tinyrl", "train", "--resume", str(run.path), "run.patience=null"])
+
+
 def summary(run: RunDir) -> str:
     """Return held-out metrics before and after, the files, and the next command."""
     config = run.read_config()
     text = list[str]()
-    lines = [line for line in read_steps(run.metrics, []).values() if any(key.startswith("eval/") for key in line)]
+    steps = read_steps(run.metrics, [])
+    if early := ended_early(run, steps):
+        text += [early, f"to go on: {go_on_without_patience(run)}", ""]
+    lines = [line for line in steps.values() if any(key.startswith("eval/") for key in line)]
     if len(lines) >= 2:
         text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
         for metric in TABLE:
@@ -105,8 +127,13 @@ def summary(run: RunDir) -> str:
     text += ["", f"files    {run.path}/  ({', '.join(there)})"]
     if newest := list_checkpoints(run.checkpoints)[-1:]:
         text.append(f"{'adapter' if config.lora.enabled else 'model':8} {newest[0]}/")
+    evaluated = best_first(run)
+    if kept := [one for one in evaluated if one.folder is not None]:
+        missed = missed_score(evaluated)
+        note = "" if missed is None else f"; step {missed.step} had {format_number(missed.value)}, and no checkpoint"
+        text.append(f"best     {_best_place(run)}  (step {kept[0].score.step}: {kept[0].score}{note})")
     if config.samples:
-        without_reward = bool(lines) and all(BEST in line and math.isnan(to_float(line[BEST])) for line in lines)
+        without_reward = bool(lines) and all(REWARD in line and math.isnan(to_float(line[REWARD])) for line in lines)
         command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
         if without_reward:  # there is nothing to compare by
             command = ["tinyrl", "show", str(run.path), "--samples"]

@@ -16,13 +16,16 @@ HOW_TO_REWARD = "Give reward.functions=[{use: FILE.py:FUNCTION}] or reward.model
 
 
 def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
-    """Raise ValueError where a method that needs a reward has none: neither functions nor a model are set, the
-    environment is not one that may give some, and the task has no verifier or no row has what it compares with.
+    """Raise ValueError where a method that needs a reward, or run.patience, has none: neither functions nor a model are
+    set, the environment is not one that may give some, and the task has no verifier or no row has what it compares
+    with.
     """
-    if not config.trains.rewarded or not config.reward.is_verifier or may_be_rewarded_by_environment(config, task):
+    is_needed = config.trains.rewarded or config.run.patience is not None
+    if not is_needed or not config.reward.is_verifier or may_be_rewarded_by_environment(config, task):
         return
+    none = "no reward" if config.trains.rewarded else f"run.patience={config.run.patience} needs a held-out reward"
     if not task.has_verifier:
-        raise ValueError(f"no reward: task {task.name} has no verifier, and reward.functions is empty. {HOW_TO_REWARD}")
+        raise ValueError(f"{none}: task {task.name} has no verifier, and reward.functions is empty. {HOW_TO_REWARD}")
     column = task.compares_with
     if not column or any(task.gold(row) is not None for row in rows):
         return
@@ -33,7 +36,7 @@ def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
     else:
         problem = f"rows have no column `{column}`"
     rename = f", or rename a column: task.columns.{column}=OLD" if others else ""
-    raise ValueError(f"no reward: {problem}, and reward.functions is empty; {there}. {HOW_TO_REWARD}{rename}")
+    raise ValueError(f"{none}: {problem}, and reward.functions is empty; {there}. {HOW_TO_REWARD}{rename}")
 
 
 def may_be_rewarded_by_environment(config: Config, task: Task) -> bool:

@@ -33,10 +33,12 @@ from tinyrl.process.launched import Options
 from tinyrl.rollout.load import resolve_threads
 from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
+from tinyrl.runs.best import Gains
+from tinyrl.runs.places import checkpoint_of, run_of
 from tinyrl.runs.provenance import provenance
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
 from tinyrl.runs.resolve import absolute_paths, model_facts
-from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run, run_of
+from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run
 from tinyrl.training.changes import (
     MOST_SHOWN,
     ChangedInput,
@@ -299,6 +301,8 @@ def _restore(run: Run, kept: Kept, compared: RunChanges) -> list[str]:
         raise ValueError("\n".join([str(error), *changed])) from error
     if any(change_invalidates(change) for change in compared.changes):
         run.method.forget()
+    if any(map(change_is_of_reward, compared.changes)):
+        run.forget_scores()
     notes += other_versions(kept.inputs, compared.read, since=kept.since)
     notes += [*changed, *compared.notes]
     where = f"at step {run.state.step} of {run.config.run.num_steps} from {kept.since}"
@@ -366,18 +370,6 @@ def started_with(folder: RunDir, given: Options) -> tuple[Options, list[str]]:
     return replace(given, device="cpu") if on_cpu else given, []
 
 
-def place_named(origin: str) -> Path:
-    """Return the folder that RUN, RUN@STEP or a checkpoint's path names. Raises ValueError for a step without one."""
-    path = Path(origin)
-    run, at, number = origin.rpartition("@")
-    if path.exists() or not at or not number.isdecimal():
-        return path
-    checkpoint = open_run(run).checkpoints / checkpoints.checkpoint_name(int(number))
-    if not checkpoint.is_dir():
-        raise ValueError(f"{run} has no checkpoint of step {number}: `tinyrl show {run}` lists those")
-    return checkpoint
-
-
 def fork(
     origin: str,
     overrides: list[str],
@@ -388,14 +380,13 @@ def fork(
     command: list[str],
     until: int | None = None,
 ) -> Run:
-    """Make a run that goes on from a checkpoint of `origin` (RUN, RUN@STEP or a checkpoint's folder), with `overrides`
-    laid over its settings; unchanged, to the same weights to the bit. Its records begin with the other run's, up to
-    there, and its env.json names it. output_dir: default the folder that `origin` is in. Raises ValueError, and
-    leaves no folder, where it cannot go on.
+    """Make a run that goes on from a checkpoint of `origin` (RUN, RUN@STEP, RUN@best or a checkpoint's folder), with
+    `overrides` laid over its settings; unchanged, to the same weights to the bit. Its records begin with the other
+    run's, up to there, and its env.json names it. output_dir: default the folder that `origin` is in. Raises
+    ValueError, and leaves no folder, where it cannot go on.
     """
-    path = place_named(origin)
-    old = open_run(run_of(path) or path)
-    checkpoint = checkpoints.checkpoint_of(path)
+    old = open_run(run_of(origin) or origin)
+    checkpoint = checkpoint_of(origin)
     kept = CheckpointState.read(checkpoint)
     step = kept.run.step
     source = Source(f"{checkpoint.name} of {old.path}")
@@ -423,7 +414,7 @@ def fork(
         new.write_environment({"options": asdict(options), REWARD_CHANGED: changed})
         copy = new.checkpoints / checkpoints.checkpoint_name(step)
         shutil.copytree(checkpoint, copy)
-        copy_best(old, new, kept, copy)
+        _begin_scores(old, new, kept, copy)
         for record in filter(Path.is_file, map(old.path.joinpath, new.lengths())):
             shutil.copyfile(record, new.path / record.name)  # which the resume cuts
         run = resume(new, prepared, options=options, allow_config_change=True, until=until)
@@ -437,18 +428,22 @@ def fork(
         return run
 
 
-def copy_best(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> None:
-    """Copy the checkpoint of the best evaluation into a fork. Where there is none that verifies, forget the best in the
-    `copy` of the checkpoint that it goes on from, whose state is `kept`: the fork's own best is then kept.
+def _begin_scores(old: RunDir, new: RunDir, kept: CheckpointState, copy: Path) -> None:
+    """Copy the best checkpoint into a fork, and let it count evaluations without a gain anew. Where no best one
+    verifies, it is forgotten, and the fork's own best is kept. kept: the state of the checkpoint that it goes on from;
+    copy: that checkpoint in the fork, which is written anew where its state changes.
     """
     best = kept.run.best
-    if best is None or best.step == kept.run.step:
-        return
-    name = checkpoints.checkpoint_name(best.step)
-    of_best = old.checkpoints / name
-    if of_best.is_dir() and checkpoints.problem_with(of_best) is None:
-        shutil.copytree(of_best, new.checkpoints / name)
-    else:
-        kept.run.best = None
+    changes = kept.run.gains.without_gain > 0
+    kept.run.gains = Gains() if changes else kept.run.gains
+    if best is not None and best.step != kept.run.step:
+        name = checkpoints.checkpoint_name(best.step)
+        of_best = old.checkpoints / name
+        if of_best.is_dir() and checkpoints.problem_with(of_best) is None:
+            shutil.copytree(of_best, new.checkpoints / name)
+        else:
+            kept.run.best = None
+            changes = True
+    if changes:
         kept.write(copy)
         checkpoints.seal(copy, kept.run.step)

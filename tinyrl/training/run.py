@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,9 @@ from tinyrl.models.parallel import CHECK_EVERY, check_replicas
 from tinyrl.process.errors import Interrupted, OutOfRoom, Stop, out_of_memory
 from tinyrl.process.signals import stop_held
 from tinyrl.rollout.records import room_for_samples
+from tinyrl.runs.best import WITHOUT_GAIN, Gains, score_of
 from tinyrl.runs.findings import Watch
 from tinyrl.runs.folders import write_atomic
-from tinyrl.runs.metrics import BEST
 from tinyrl.runs.progress import Display, tell
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import summary
@@ -39,7 +38,7 @@ from tinyrl.runs.tracking import Trackers
 from tinyrl.training.kernel_trial import KernelTrial
 from tinyrl.training.method import Method, Pass
 from tinyrl.training.policy_loss import Experience
-from tinyrl.training.run_state import Best, CheckpointState, InputHashes, RunState
+from tinyrl.training.run_state import CheckpointState, InputHashes, RunState
 from tinyrl.training.saver import RANDOM, Saver
 from tinyrl.training.step import Updater, rate_factor, role_optimizers
 from tinyrl.training.step_metrics import StepMetrics
@@ -176,7 +175,14 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        return self.state.phase == "rollout" and self.state.step >= self.config.run.num_steps
+        return self.state.phase == "rollout" and self._is_last_step
+
+    @property
+    def _is_last_step(self) -> bool:
+        """Return whether no step comes after this one: all are done, or run.patience is over."""
+        patience = self.config.run.patience
+        is_over = patience is not None and self.state.gains.without_gain >= patience
+        return is_over or self.state.step >= self.config.run.num_steps
 
     # ---- a step ----
 
@@ -187,7 +193,7 @@ class Run:
         if self.state.phase == "evaluation":
             self.metrics = StepMetrics(self.metrics.values, seconds=self.state.seconds)
             self._finish_step()
-        while self.state.step < self.until:
+        while self.state.step < self.until and not self._is_last_step:
             optim = self.config.optim
             num_steps = self.config.run.num_steps
             factor = rate_factor(optim.schedule, self.state.step, num_steps=num_steps, warmup_steps=optim.warmup_steps)
@@ -298,14 +304,13 @@ class Run:
         self.state.peak_gb = 0.0
         if step % CHECK_EVERY == 0:
             check_replicas(self.world, self.policy.parameters)
-        is_last = step >= settings.num_steps
-        if is_last or (settings.save_every and step % settings.save_every == 0):
+        if self._is_last_step or (settings.save_every and step % settings.save_every == 0):
             self.save()
         if self.on_step is not None and self.on_step({"step": step, **line}) == "stop":
             self.until = step
 
     def _evaluate(self) -> Evaluation:
-        """Measure on held-out rows, write their samples, and keep the best step."""
+        """Measure on held-out rows, write their samples, and note whether the score has gained."""
         step = self.state.step
         with self.timed("evaluation"):
             evaluation = self.method.evaluate()
@@ -318,10 +323,10 @@ class Run:
             [{"step": step, **line} for line in evaluation.samples],
             most_bytes=room_for_samples(step, self.config.run.num_steps),
         )
-        value = found.get(BEST)
-        best = self.state.best
-        if isinstance(value, int | float) and math.isfinite(value) and (best is None or value > best.value):
-            self.state.best = Best(step=step, value=float(value))
+        gains = self.state.gains.after(score_of(found, step=step))
+        self.state.gains = gains
+        if self.config.run.patience is not None:
+            self.metrics.values[WITHOUT_GAIN] = gains.without_gain
         return evaluation
 
     def _publish(self, line: dict[str, Any], evaluation: Evaluation | None) -> None:
@@ -340,8 +345,16 @@ class Run:
     # ---- checkpoints, and a stop inside a step ----
 
     def save(self) -> None:
-        """Write a checkpoint of the run as it is; when the disk refuses, a note says so and older ones are intact."""
+        """Write a checkpoint of the run as it is; when the disk refuses, a note says so and older ones are intact. It
+        is the best one if its step's score is the best of those that have a checkpoint.
+        """
+        before = self.state.best
+        last = self.state.gains.last
+        if last is not None and last.step == self.state.step and last.is_better_than(before):
+            self.state.best = last
         self.saver.save(self._state_now())
+        if not self.saver.saved:
+            self.state.best = before
 
     def restore(self, folder: Path, kept: CheckpointState) -> list[str]:
         """Go on from a verified checkpoint, whose state.json is `kept`; returns lines on what is not as it was."""
@@ -350,6 +363,11 @@ class Run:
         notes += self._put_back(StepStart(kept.run, random, kept.records))
         self.watch.look(kept.run.step)  # these have been reported
         return notes
+
+    def forget_scores(self) -> None:
+        """Count gains anew, and look for another best checkpoint: the reward is another one now."""
+        self.state.gains = Gains()
+        self.state.best = None
 
     def _state_now(self) -> RunState:
         """Copy the state, with that of metrics and updater."""

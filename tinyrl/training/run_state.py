@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, NonNegativeInt, PositiveInt, ValidationError
 
 from tinyrl.models.kernels import Kernels
+from tinyrl.runs.best import Gains, Score
 
 STATE = "state.json"
 
@@ -35,11 +36,6 @@ class InputHashes(BaseModel):
     versions: dict[str, str] = {}
 
 
-class Best(BaseModel):
-    step: int
-    value: float
-
-
 class Controllers(BaseModel):
     """State of the methods between steps."""
 
@@ -54,7 +50,8 @@ class Controllers(BaseModel):
 class RunState(BaseModel):
     """The state of a run after `step` finished steps. phase: what comes next, the evaluation after that step (of step
     0: before training), whose other metrics are `values`, or the next step's rollout. seconds: by phase, and in all as
-    "total", of a step whose evaluation is still to come; peak_gb: its peak memory.
+    "total", of a step whose evaluation is still to come; peak_gb: its peak memory. gains: of the evaluations; best: the
+    best score of a step that has a checkpoint.
     """
 
     step: int = 0
@@ -63,7 +60,8 @@ class RunState(BaseModel):
     seconds: dict[str, float] = {}
     peak_gb: float = 0.0
     controllers: Controllers = Controllers()
-    best: Best | None = None
+    gains: Gains = Gains()
+    best: Score | None = None
     skipped: int = 0
     skipped_in_a_row: int = 0
     loss_scale: dict[str, Any] = {}

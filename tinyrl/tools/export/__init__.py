@@ -43,10 +43,11 @@ from tinyrl.models.memory import weight_bytes
 from tinyrl.models.processors import PROCESSOR_FILES, save_processor
 from tinyrl.models.reading import ADAPTER_FILES, TOKENIZER_FILES
 from tinyrl.models.tokens import DATE, token_ids
-from tinyrl.runs.checkpoint import check_room, checkpoint_of, checkpoint_step
+from tinyrl.runs.checkpoint import check_room, checkpoint_step
 from tinyrl.runs.folders import LOCK, written_whole
+from tinyrl.runs.places import checkpoint_of, run_of
 from tinyrl.runs.records import read_steps, samples_of
-from tinyrl.runs.run_dir import RunDir, open_run, run_of
+from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.text import one_line
 from tinyrl.tools.export.modelfile import MODELFILE, Modelfile, modelfile, with_older_names
 from tinyrl.tools.export.served import (
@@ -92,10 +93,10 @@ def export(
     left behind, where the saved model is not the policy: by its log-probabilities in float32, by its greedy tokens in
     another dtype.
     """
-    run = open_run(run_of(Path(target)) or target)
+    run = open_run(run_of(target) or target)
     config = run.read_config()
     folder = _folder(target, run, config, merge=merge, dtype=dtype, output=output)
-    checkpoint = checkpoint_of(Path(target))
+    checkpoint = checkpoint_of(target)
     if config.lora.enabled:
         config = _as_trained(config, checkpoint)
     name = run.path.resolve().name

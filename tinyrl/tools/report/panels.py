@@ -14,6 +14,7 @@ from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from tinyrl.formatting import format_seconds, typeset_number
+from tinyrl.runs.best import early_end
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
 from tinyrl.runs.records import Points, RunRecords, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
@@ -329,7 +330,10 @@ def subtitle(run: RunRecords) -> str:
         "forked from ": run.env.get("forked_from"),
     }
     parts = [word + one_line(str(value), 60) for word, value in named.items() if value]
-    return " · ".join([*parts, f"{run.last_step:,} of {run.setting('run.num_steps') or '?'} steps"])
+    patience = run.setting("run.patience")
+    early = early_end(run.steps, patience=patience if isinstance(patience, int) else None)
+    ended = f", ended early by run.patience={patience}" if early else ""
+    return " · ".join([*parts, f"{run.last_step:,} of {run.setting('run.num_steps') or '?'} steps{ended}"])
 
 
 def outcome(run: RunRecords) -> str:
