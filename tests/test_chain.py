@@ -1,10 +1,9 @@
-"""examples/sentiment.sh and digits_images.sh: each command runs, with few steps of training, and the last prints one
-table.
-"""
+"""The scripts of examples/: each command runs, with few steps of training, and the last compares what was trained."""
 
 import importlib.util
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,3 +68,21 @@ def test_the_digits_run_from_pictures_to_a_table(
     rows = json.loads(capsys.readouterr().out)
     assert [row["target"].split("/")[0] for row in rows[1:]] == ["digits-sft", "digits-grpo"]
     assert all(row["num_prompts"] == 6 for row in rows)
+
+
+@pytest.mark.slow
+def test_the_five_lists_run_from_text_to_a_report_of_both_credits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, *others = commands("five_lists.sh")
+    assert first == ["python", "examples/five_lists.py", "lists"]
+    Path("examples").mkdir()
+    shutil.copy(EXAMPLES / "five_lists.py", "examples")
+    subprocess.run([sys.executable, *first[1:]], check=True)
+    *training, report = [words[1:] for words in others]
+    for words in training:
+        assert app([*words, *SHORT, "--device", "cpu"], standalone_mode=False) in (0, None), words
+    assert app(report, standalone_mode=False) in (0, None)
+    steps = [json.loads(line) for line in Path("runs/lists-gtpo/metrics.jsonl").read_text().splitlines()]
+    assert all("turn/zero_spread" in step for step in steps[1:])

@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,23 @@ def test_a_drawing_is_scored_as_it_was_drawn() -> None:
     assert logprobs.shape == sampled.shape == (10, flow.NUM_STEPS)
     assert torch.allclose(logprobs, sampled, atol=1e-3)  # a sum of 64 densities
     assert float(flow.flow_step_kl(mean, flow.score(copy.deepcopy(model), path, digits)[1], std).detach().max()) == 0.0
+
+
+def test_a_list_in_order_is_a_point_of_its_turn_or_of_the_last() -> None:
+    game = load("five_lists")
+    lists = ["dbca", "xyzw", "ghef", "lkji", "mnpo"]
+    transcript = list[dict[str, str]]()
+    replies = list[Any]()
+    late = list[Any]()
+    for answer in (" a b c d", " x y z w", " e f g h", " i j k l", " m n p o"):
+        transcript.append({"role": "assistant", "content": f"{answer}\n"})
+        replies += game.respond(["letters"], [transcript], lists=[lists])
+        late += game.respond_at_the_end(["letters"], [transcript], lists=[lists])
+        transcript.append({"role": "tool", "content": replies[-1].text})
+    assert [reply.reward for reply in replies] == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert [reply.reward for reply in late] == [None, None, None, None, 3.0]
+    assert [reply.text for reply in late] == [game.question(letters) for letters in lists[1:]] + [""]
+    assert [reply.done for reply in late] == [False] * 4 + [True]
 
 
 @pytest.mark.slow

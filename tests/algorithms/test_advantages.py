@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from tinyrl.algorithms.advantages import (
+    AdvantageScale,
     decoupled_advantages,
     discounted_returns,
     gae,
     group_advantages,
     rloo_advantages,
     token_rewards,
+    turn_advantages,
+    turn_returns,
 )
 
 NAN = math.nan
@@ -88,6 +91,53 @@ def test_rloo_by_hand_and_by_its_definition() -> None:
     for i in range(4, 8):
         others = [scores[j] for j in range(4, 8) if j != i]
         assert got[i] == pytest.approx(scores[i] - sum(others) / 3, rel=1e-6)
+
+
+# Six episodes of two prompts: rewards of turns; one that has no reward at all; turn 3 is reached by one of each group.
+TURNS: list[list[float]] = [[1.0, 2.0, 4.0], [3.0], [0.5, 2.5], [0.0, 0.0, 1.0], [], [0.25, 4.0]]
+REWARDS = torch.tensor([[*turns, *[NAN] * (3 - len(turns))] for turns in TURNS], dtype=torch.float64)
+
+
+def test_the_return_of_a_turn_is_what_comes_from_it_on() -> None:
+    returns = turn_returns(REWARDS, gamma=0.5)
+    want = [3.0, 4.0, 4.0, 3.0, NAN, NAN, 1.75, 2.5, NAN, 0.25, 0.5, 1.0, NAN, NAN, NAN, 2.25, 4.0, NAN]
+    assert returns.flatten().tolist() == pytest.approx(want, nan_ok=True)
+    assert returns.dtype == torch.float32
+    assert turn_returns(REWARDS, gamma=0.0).nan_to_num().equal(REWARDS.float().nan_to_num())
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_a_turn_is_compared_with_those_of_the_group_that_reached_it(*, gamma: float, scale: AdvantageScale) -> None:
+    got = turn_advantages(turn_returns(REWARDS, gamma=gamma), group_size=3, scale=scale)
+    for i, turns in enumerate(TURNS):
+        group = [j for j in range(6) if j // 3 == i // 3]
+        for k in range(3):
+            there = [sum(r * gamma**n for n, r in enumerate(TURNS[j][k:])) for j in group if len(TURNS[j]) > k]
+            own = sum(r * gamma**n for n, r in enumerate(turns[k:]))
+            apart = own - statistics.mean(there)
+            deviation = statistics.stdev(there) + 1e-4 if len(there) > 1 and scale == "std" else 1.0
+            want = apart / deviation if len(turns) > k and len(there) > 1 else 0.0
+            assert float(got[i, k]) == pytest.approx(want, rel=1e-5), (i, k)
+
+
+def test_a_turn_that_one_episode_alone_reached_has_no_advantage() -> None:
+    got = turn_advantages(turn_returns(REWARDS, gamma=1.0), group_size=3, scale="batch")
+    assert got[:, 2].tolist() == [0.0] * 6
+    assert got[:2, 1].tolist() != [0.0, 0.0]
+
+
+def test_returns_that_add_up_in_another_order_are_equal() -> None:
+    """In float32 0.1 + (0.3 + 1.1) is not 0.3 + (1.1 + 0.1), and the difference would be an advantage."""
+    rewards = torch.tensor([[0.1, 0.3, 1.1], [0.3, 1.1, 0.1]], dtype=torch.float64)
+    assert turn_advantages(turn_returns(rewards, gamma=1.0), group_size=2, scale="std")[:, 0].tolist() == [0.0, 0.0]
+
+
+def test_one_turn_is_the_advantage_of_the_group() -> None:
+    scores = torch.tensor([1.0, 3.0, NAN, 2.0, 0.0, 6.0])
+    for scale in ("std", "batch", "none"):
+        by_turn = turn_advantages(turn_returns(scores.double().unsqueeze(1), gamma=0.5), group_size=3, scale=scale)
+        assert by_turn.squeeze(1).equal(group_advantages(scores, group_size=3, scale=scale))
 
 
 def test_token_rewards_by_hand() -> None:

@@ -76,6 +76,14 @@ def test_a_preset_is_plain_fields(preset: str, parts: tuple[Any, ...]):
     assert tuple(getattr(section, name) for name in names) == parts
 
 
+def test_gtpo_is_dapo_with_credit_by_turn():
+    game = {"environment": {"name": "game.py:respond"}}
+    dapo = make("grpo", **game).grpo.model_dump()
+    gtpo = make("grpo", **game, grpo={"preset": "gtpo"}).grpo.model_dump()
+    assert (dapo["credit"], dapo["turn_gamma"]) == ("episode", 1.0)
+    assert gtpo == {**dapo, "preset": "gtpo", "credit": "turn", "turn_gamma": 0.9}
+
+
 def test_each_part_of_a_preset_can_be_overridden_alone():
     plain = make("grpo", grpo={"preset": "grpo"}).grpo.model_dump()
     others = {"surrogate": "sequence", "reward_aggregation": "normalize-then-sum", "advantage": "leave-one-out",
@@ -134,6 +142,9 @@ def test_a_call_of_an_agent_has_an_equal_share_of_its_episode(turns: int, own: i
 FULL = {"lora": {"enabled": False}}
 GDPO = {"preset": "gdpo"}
 EACH = "grpo.reward_aggregation=normalize-then-sum"
+GTPO = {"preset": "gtpo"}
+GAME = {"environment": {"name": "game.py:respond"}}
+BY_TURN = "grpo.credit=turn"
 AGENT = {"environment": {"agent": "a.py:f"}}
 SERVER = {"engine": "server", "url": "http://a:1"}
 
@@ -164,6 +175,16 @@ SERVER = {"engine": "server", "url": "http://a:1"}
         ("grpo", {"grpo": GDPO, "reward": {"truncated": "penalize"}}, EACH),
         ("grpo", {"grpo": {"kl_unbiased": True, "kl_coef": 0.1, "kl_estimator": "k2"}}, "grpo.kl_unbiased=true"),
         ("grpo", {"grpo": {"kl_unbiased": True, "kl_coef": 0.1, "kl_estimator": "k1"}}, "grpo.kl_unbiased=true"),
+        ("grpo", {"grpo": GTPO}, BY_TURN),
+        ("grpo", {"grpo": GTPO, "task": {"name": "lookup"}}, BY_TURN),
+        ("grpo", {"grpo": GTPO, "environment": {"tools": ["a.py:f"]}}, BY_TURN),
+        ("grpo", {"grpo": GTPO, "environment": {"name": "search"}}, "environment.name=search"),
+        ("grpo", {"grpo": GTPO, **AGENT}, "calls of an agent"),
+        ("grpo", {"grpo": {**GTPO, "advantage": "leave-one-out"}, **GAME}, "not leave-one-out"),
+        ("grpo", {"grpo": {**GTPO, "advantage": "reinforce++"}, **GAME}, "not reinforce++"),
+        ("grpo", {"grpo": {**GTPO, "surrogate": "sequence"}, **GAME}, "grpo.surrogate=sequence"),
+        ("grpo", {"grpo": {**GDPO, "credit": "turn"}, **GAME}, "grpo.reward_aggregation=sum"),
+        ("grpo", {"grpo": {**GTPO, "kl_coef": 0.1, "kl_estimator": "k1"}, **GAME}, "grpo.kl_estimator=k1"),
         ("ppo", {"ppo": {"num_prompts": 8, "group_size": 3, "minibatch_size": 16}}, "ppo.minibatch_size=16"),
         ("grpo", {"generation": {"engine": "server"}}, "generation.url"),
         ("grpo", {"generation": {"engine": "server", "url": "localhost:8000"}}, "generation.url"),
@@ -196,6 +217,7 @@ def test_what_goes_together_is_accepted():
     make("ppo", critic={"path": "x", "kind": "shared"})  # x may be a run, which runs/resolve.py finds out
     make("grpo", grpo={"preset": "gdpo", "kl_coef": 0.1}, reward={"truncated": "mask"})
     make("ppo", **AGENT, **FULL, generation={"url": "localhost"})
+    make("grpo", **GAME, grpo={**GTPO, "kl_coef": 0.1, "surrogate": "cispo", "advantage_scale": "batch"})
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("top_p", 0.9)])

@@ -49,6 +49,7 @@ NO_EFFECT = [
     ("grpo", "generation.server_sleep=true", "generation.engine=hf", "generation={engine: server, url: 'http://a:1'}"),
     ("grpo", "optim.critic_learning_rate=1e-3", "run.seed=1", None),
     ("grpo", "grpo.advantage_scale=batch", "grpo.preset=rloo", "grpo.preset=grpo"),
+    ("grpo", "grpo.turn_gamma=0.9", "environment.name=a.py:f", None),
     ("grpo", "grpo.kl_estimator=k2", "grpo.kl_coef=0", "grpo.kl_coef=0.1"),
     ("ppo", "ppo.value_coef=0.5", "critic.kind=adapter", "critic.kind=shared"),
     ("ppo", "ppo.ptx_data=rows.jsonl", "ppo.ptx_coef=0", "ppo.ptx_coef=0.5"),

@@ -12,6 +12,7 @@ from tests import running
 from tests.tiny_models import tiny_model
 from tests.training.experiences import experience_of
 from tinyrl.config.sections import RewardConfig
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.sample import (
     STOPPED_IN_THOUGHT,
     FinishReason,
@@ -20,7 +21,9 @@ from tinyrl.generation.sample import (
     conversations,
     length_metrics,
     loss_mask,
+    rewards_by_turn,
     rewards_of,
+    spread_over_turns,
 )
 from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
@@ -168,6 +171,34 @@ def test_a_row_for_which_every_reward_says_none_is_not_learnt(world: list[Sample
     assert [sample.rewarded for sample in world[4:]] == [False] * 4
     assert [sample.in_loss for sample in world[4:]] == [False] * 4
     assert rewards_of(world[4:]).isnan().all()
+
+
+def episode_of(turns: list[float | None], *, ends: list[int]) -> Sample:
+    """An episode whose turns have these rewards and last tokens; the tokens before a turn's last are read."""
+    mask = [token in ends for token in range(ends[-1] + 1)]
+    played = Episode(turn_ends=ends, turn_rewards=turns)
+    return Sample([1], [5] * len(mask), mask, [-1.0] * len(mask), row=0, played=played)
+
+
+NAN = float("nan")
+
+
+def test_what_is_left_of_a_reward_is_the_last_turns() -> None:
+    """Such as the score of a reward function beside the environment, less a penalty of length."""
+    episodes = [
+        episode_of([0.5, None, 0.25], ends=[0, 2, 4]),
+        episode_of([0.3, 0.4], ends=[0, 1]),
+        episode_of([1.0], ends=[2]),
+    ]
+    found = rewards_by_turn(episodes, torch.tensor([2.75, 0.7, NAN]))
+    want = [0.5, 0.0, 2.25, 0.3, 0.4, NAN, NAN, NAN, NAN]
+    assert found.flatten().tolist() == pytest.approx(want, nan_ok=True, abs=0)  # 0.3 + 0.4 is 0.7 in float32
+
+
+def test_all_tokens_of_a_turn_have_what_is_the_turns() -> None:
+    episodes = [episode_of([None] * 3, ends=[1, 2, 5]), episode_of([None], ends=[3])]
+    found = spread_over_turns(episodes, torch.tensor([[1.0, 2.0, 3.0], [4.0, NAN, NAN]]))
+    assert found.tolist() == [[1.0, 1.0, 2.0, 3.0, 3.0, 3.0], [4.0, 4.0, 4.0, 4.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize(("mask_truncated", "in_loss"), [(True, [True, False, True]), (False, [True, True, True])])

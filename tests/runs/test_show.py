@@ -161,6 +161,14 @@ def test_an_episode_is_printed_by_role_and_what_was_read_is_grey() -> None:
     ]
 
 
+def test_a_turn_with_credit_of_its_own_is_printed_with_it() -> None:
+    said = (("assistant", "search"), ("tool", "found"), ("assistant", "answer"))
+    line = sample(5, 12, "ask", "", 0.25, episode=[{"role": role, "content": text} for role, text in said])
+    line["turns"] = [{"reward": 0.5, "advantage": -1.25}, {"reward": None, "advantage": 2.0}]
+    heads = [head for head in render_samples([line]).split("\n") if head.startswith("policy")]
+    assert heads == ["policy | reward 0.5 | advantage -1.25", "policy | advantage 2"]
+
+
 def test_the_conversations_of_an_agent_are_printed_by_number_and_role() -> None:
     first = {"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ada"}]}
     second = {"messages": [{"role": "tool", "content": "Bern"}, {"role": "assistant", "content": ""}]}

@@ -20,12 +20,13 @@ from tests import running
 from tests.training.experiences import experience_of
 from tests.training.rows import loaded, trained
 from tinyrl.config.method_sections import GrpoConfig
+from tinyrl.environments.environment import Episode
 from tinyrl.generation.cached_engine import CachedEngine
 from tinyrl.generation.sample import Logprobs, Sample, kl_per_response
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt
-from tinyrl.training.grpo import Grpo, group_relative, loss_options, without_spread
+from tinyrl.training.grpo import Grpo, group_relative, loss_options, turn_metrics, without_spread
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.policy_loss import Counts, Experience, LossInputs, only_rounding, policy_loss, sampling_gap
 from tinyrl.training.ppo import adapted_kl_coef
@@ -270,6 +271,61 @@ def test_each_reward_is_compared_on_its_own() -> None:
     samples[2] = dataclasses.replace(samples[2], scores=[0.5, 0.0])
     assert without_spread(samples, each, weights) == [2]
     assert without_spread(samples, each, torch.tensor([0.0, 1.0])) == [1, 2]  # the first is only shown
+
+
+def games(turns: list[list[float]], *, outcomes: list[float] | None = None) -> list[Sample]:
+    """Episodes whose turns have two tokens each and these rewards; outcomes are rewards of something else."""
+    samples = list[Sample]()
+    for number, own in enumerate(turns):
+        score = sum(own) + (0.0 if outcomes is None else outcomes[number])
+        tokens = 2 * len(own)
+        played = Episode(turn_ends=[*range(1, tokens, 2)], turn_rewards=[*own])
+        samples.append(
+            Sample(
+                prompt=[1],
+                response=[1] * tokens,
+                mask=[True] * tokens,
+                logprobs=[0.0] * tokens,
+                row=0,
+                episode=number,
+                score=score,
+                reward=score,
+                played=played,
+            )
+        )
+    return samples
+
+
+BY_TURN = {"credit": "turn", "advantage_scale": "none"}
+
+
+def by_turn(**settings: object) -> GrpoConfig:
+    environment = {"name": "game.py:respond"}
+    return config_of({"method": "grpo", "environment": environment, "grpo": {"group_size": 2, **settings}}).grpo
+
+
+def test_a_turn_has_the_advantage_of_its_return_over_the_groups() -> None:
+    """Two groups of two: returns 1 + 2, 2 and 3 + 0, 0; and 1 + 4 * 2 beside 5, which has one turn."""
+    samples = games([[1.0, 2.0], [3.0, 0.0], [1.0, 4.0], [5.0]], outcomes=[0.0, 0.0, 4.0, 0.0])
+    found = group_relative(samples, by_turn(**BY_TURN), none_apart(4))
+    assert found.tolist() == [[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, -1.0, -1.0], [2.0, 2.0, 0.0, 0.0], [-2.0, -2.0, 0, 0]]
+    own = group_relative(samples, by_turn(**BY_TURN, turn_gamma=0.0), none_apart(4))
+    assert own.tolist() == [[-1.0, -1.0, 1.0, 1.0], [1.0, 1.0, -1.0, -1.0], [-2.0, -2.0, 0.0, 0.0], [2.0, 2.0, 0, 0]]
+
+
+def test_a_group_of_equal_totals_teaches_where_its_turns_differ() -> None:
+    """Totals of 3 and 3, and then turns that are the same; the first of these groups is not refilled."""
+    samples = games([[1.0, 2.0], [3.0, 0.0], [1.0, 2.0], [1.0, 2.0], [1.0], [1.0, 0.0]])
+    assert without_spread(samples, by_turn(**BY_TURN), torch.ones(1)) == [1, 2]
+    assert without_spread(samples, grpo(), torch.ones(1)) == [0, 1, 2]
+
+
+def test_turns_without_spread_are_counted_among_those_that_were_reached() -> None:
+    """Of seven turns in two groups the first ones of group 1 have equal returns; one was reached by one alone."""
+    samples = games([[1.0, 2.0], [3.0, 0.0], [1.0, 4.0], [2.0]])
+    found = turn_metrics(samples, by_turn(**BY_TURN))
+    assert found == {"turn/reward_1": 7 / 4, "turn/reward_2": 2.0, "turn/zero_spread": pytest.approx(3 / 7)}
+    assert turn_metrics(samples, grpo()) == {}
 
 
 def test_the_baseline_of_reinforce_is_the_groups_mean() -> None:

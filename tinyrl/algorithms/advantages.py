@@ -1,4 +1,5 @@
-"""Advantage estimators (GAE, group-relative, leave-one-out, decoupled by reward, returns), and rewards of tokens.
+"""Advantage estimators (GAE, group-relative, leave-one-out, decoupled by reward, by turn, returns), and rewards of
+tokens.
 
 Nothing here carries a gradient. What differs from the papers: a response may hold False tokens (tool output, padding).
 They are skipped, not zeroed: the step after a True token is the next True token, however far away; gamma and lambda are
@@ -112,6 +113,38 @@ def decoupled_advantages(scores: Tensor, *, weights: Tensor, group_size: int, sc
     each = [group_advantages(column, group_size=group_size, scale=scale) for column in scores.T]
     total = (torch.stack(each, dim=1) * weights).sum(dim=1)
     return total / (_deviation(total[~scores.isnan().all(dim=1)]) + STD_EPS)
+
+
+@torch.no_grad()
+def turn_returns(rewards: Tensor, *, gamma: float) -> Tensor:
+    """Discounted return of each turn: R[i, k] = r[i, k] + gamma R[i, k + 1], R = 0 after the last turn of episode i.
+
+    rewards: (B, K), NaN for turns that an episode did not reach, which are its last ones -> (B, K), NaN there.
+    Sums are in the precision of `rewards`: in float64, equal returns are equal in float32 too, whatever they add up.
+    """
+    assert rewards.dim() == 2, f"rewards must be (B, K), not {tuple(rewards.shape)}"
+    returns = rewards.clone()
+    for turn in reversed(range(rewards.shape[1] - 1)):
+        returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num()
+    return returns.float()
+
+
+@torch.no_grad()
+def turn_advantages(returns: Tensor, *, group_size: int, scale: AdvantageScale) -> Tensor:
+    """Compare each turn's return with those of the group's episodes that reached this turn: GTPO (2511.14846).
+
+        A[i, k] = (R[i, k] - mean_j R[j, k]) / (std_j R[j, k] + 1e-4),   j over the group's episodes with a turn k
+
+    Each column is `group_advantages` with its scale, so a turn that one episode alone reached has advantage 0, and so
+    have turns with equal returns. The outcome is a reward of the last turn, and thereby in the return of every turn.
+    MT-GRPO (2505.11821) normalises outcome and rewards of a turn separately and adds them; GiGPO (2505.10978) adds the
+    episode's advantage, which credits a turn with rewards from before it too, and compares turns that begin in equal
+    states (anchors). Here turns are compared by their number; only the first has the same state in all of a group.
+    returns: (B, K) of `turn_returns`, grouped as in `group_advantages` -> (B, K); 0 where a turn was not reached.
+    """
+    assert returns.dim() == 2, f"returns must be (B, K), not {tuple(returns.shape)}"
+    columns = [group_advantages(column, group_size=group_size, scale=scale) for column in returns.T]
+    return torch.stack(columns, dim=1)
 
 
 def _deviation(x: Tensor) -> Tensor:

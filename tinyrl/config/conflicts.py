@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tinyrl.config.refusal import Refusal
-from tinyrl.config.sections import GenerationConfig, starter_path
+from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, GenerationConfig, starter_path
 from tinyrl.text import truncate
 from tinyrl.urls import is_address, mask_url
 
@@ -212,6 +212,8 @@ def _grpo_conflicts(config: Config) -> Iterator[Refusal]:
         )
     if grpo.reward_aggregation == "normalize-then-sum":
         yield from _aggregation_conflicts(config)
+    if grpo.credit == "turn":
+        yield from _credit_conflicts(config)
     if grpo.kl_unbiased and grpo.kl_coef > 0 and grpo.kl_estimator != "k3":
         yield Refusal(
             ("grpo.kl_unbiased", "grpo.kl_estimator"),
@@ -242,6 +244,42 @@ def _aggregation_conflicts(config: Config) -> Iterator[Refusal]:
         yield Refusal(
             ("grpo.reward_aggregation", "grpo.kl_estimator", "grpo.kl_coef"),
             f"{by_itself} the KL of grpo.kl_estimator={grpo.kl_estimator} is of their sum",
+        )
+
+
+def _credit_conflicts(config: Config) -> Iterator[Refusal]:
+    """Yield what has no rewards of turns, and what is of a whole response, where each turn has its own advantage."""
+    grpo = config.grpo
+    environment = config.environment
+    by_turn = "grpo.credit=turn"
+    if environment.agent is not None:
+        yield Refusal(
+            ("grpo.credit", "environment.agent"), f"{by_turn} needs rewards of turns, and calls of an agent have none"
+        )
+    elif environment.name is None or environment.name in BUILT_IN_ENVIRONMENTS:
+        yield Refusal(
+            ("grpo.credit", "environment.name"),
+            f"{by_turn} needs rewards of turns, which replies of environment.name=FILE.py:NAME may have, and here "
+            f"environment.name={environment.name or 'null'}",
+        )
+    if grpo.advantage != "group":
+        yield Refusal(("grpo.credit", "grpo.advantage"), f"{by_turn} needs grpo.advantage=group, not {grpo.advantage}")
+    if grpo.surrogate == "sequence":
+        yield Refusal(
+            ("grpo.credit", "grpo.surrogate"),
+            f"{by_turn} does not go with grpo.surrogate=sequence: with one ratio for a whole response, all of its "
+            "turns learn from the mean of their advantages",
+        )
+    if grpo.reward_aggregation != "sum":
+        yield Refusal(
+            ("grpo.credit", "grpo.reward_aggregation"),
+            f"{by_turn} needs grpo.reward_aggregation=sum: a turn has the sum of its rewards",
+        )
+    if grpo.kl_coef > 0 and grpo.kl_in_reward:
+        yield Refusal(
+            ("grpo.credit", "grpo.kl_estimator"),
+            f"{by_turn} does not go with a KL in the reward (grpo.kl_estimator={grpo.kl_estimator}); k2 or k3 is in "
+            "the loss",
         )
 
 

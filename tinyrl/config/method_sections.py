@@ -36,6 +36,7 @@ CLIPS = OnlyIf(
 GROUPED = OnlyIf(
     lambda config: config.grpo.advantage == "group", "grpo.advantage is group", why="other advantages have no scale"
 )
+BY_TURN = OnlyIf(lambda config: config.grpo.credit == "turn", "grpo.credit is turn", why="an episode has one reward")
 SHARED_CRITIC = OnlyIf(
     lambda config: config.critic.kind == "shared", "critic.kind is shared", why="the critic has a loss alone"
 )
@@ -54,6 +55,7 @@ PRESETS: Presets = {
     "dr_grpo": {"clip_eps_high": 0.2, "aggregation": "constant", "advantage_scale": "none"},
     "gspo": {"surrogate": "sequence", "aggregation": "sequence", "clip_eps": 3e-4, "clip_eps_high": 4e-4},
     "gdpo": {"reward_aggregation": "normalize-then-sum"},
+    "gtpo": {"credit": "turn", "turn_gamma": 0.9},
     "cispo": {"surrogate": "cispo"},
     "rloo": {"advantage": "leave-one-out", "clip_eps_high": 0.2, "aggregation": "sequence-sum", "kl_coef": 0.05,
              "kl_estimator": "k1"},
@@ -112,7 +114,7 @@ class PolicyGradientSection(OnPolicySection):
 
 class GrpoConfig(PolicyGradientSection):
     preset: Literal[
-        "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
+        "dapo", "grpo", "dr_grpo", "gspo", "gdpo", "gtpo", "cispo", "rloo", "reinforce++", "reinforce++-baseline"
     ] = Field(default="dapo", description="default values of the fields in this section")
     group_size: GroupSize = Field(default=8, description="completions per prompt")
     surrogate: Surrogate = Field(
@@ -130,6 +132,12 @@ class GrpoConfig(PolicyGradientSection):
         default="std",
         description="divide advantages by the standard deviation of group or batch, or by nothing (Dr. GRPO)",
     )
+    credit: Literal["episode", "turn"] = Field(
+        default="episode",
+        description="compare an episode's reward with its group, or each turn's rewards to come with those of the "
+        "group's episodes that reached the turn (GTPO)",
+    )
+    turn_gamma: Annotated[Share, BY_TURN] = Field(default=1.0, description="discount factor per turn")
     clip_eps_high: Annotated[PositiveFloat, CLIPS] = Field(
         default=0.28, description="the ratio is clipped above at 1 + clip_eps_high"
     )

@@ -226,6 +226,34 @@ def turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
     return out
 
 
+def rewards_by_turn(samples: Sequence[Sample], rewards: Tensor) -> Tensor:
+    """Return (B, K) float64 rewards of the turns of episodes whose rewards are (B,): what the environment gave (0 where
+    it gave none), and the rest on the last turn. NaN: turns that an episode did not reach, and all without a reward.
+    """
+    played = [sample.played for sample in samples if sample.played is not None]
+    assert len(played) == len(samples), "turns are of episodes"
+    own = [[reward or 0.0 for reward in episode.turn_rewards] for episode in played]
+    outcome = rewards - torch.tensor([sum(turns) for turns in own])  # both in float32: exactly 0 where there is no rest
+    out = torch.full((len(samples), max(len(turns) for turns in own)), torch.nan, dtype=torch.float64)
+    for row, turns in enumerate(own):
+        out[row, : len(turns)] = torch.tensor(turns, dtype=torch.float64)
+        out[row, len(turns) - 1] += outcome[row]
+    out[rewards.isnan()] = torch.nan
+    return out
+
+
+def spread_over_turns(samples: Sequence[Sample], x: Tensor) -> Tensor:
+    """Return (B, T): for each token the x (B, K) of the turn that it belongs to, which tokens read before it share."""
+    out = torch.zeros(len(samples), max(len(sample.response) for sample in samples))
+    for row, sample in enumerate(samples):
+        assert sample.played is not None, "turns are of episodes"
+        start = 0
+        for turn, end in enumerate(sample.played.turn_ends):
+            out[row, start : end + 1] = x[row, turn]
+            start = end + 1
+    return out
+
+
 def kl_per_response(samples: Sequence[Sample], logprobs: Logprobs) -> tuple[float, int]:
     """Average over the episodes in the loss their summed KL, in nats (0 for none); return it and their number."""
     counted = by_episode(samples, torch.tensor([int(sample.in_loss) for sample in samples])) > 0

@@ -69,8 +69,11 @@ def sample_lines(
     group_size: int,
     names: list[str],
     advantages: Tensor | None = None,
+    of_tokens: Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """Make lines of samples.jsonl, without their step, of the samples whose texts are given; advantages (B,)."""
+    """Make lines of samples.jsonl, without their step, of the samples whose texts are given; advantages (B,), of_tokens
+    (B, T): those of tokens, where all tokens of a turn have one.
+    """
     return [
         {
             "kind": kind,
@@ -81,6 +84,7 @@ def sample_lines(
             "reward": sample.reward,
             **({"score": sample.score} if is_penalised(sample) else {}),
             "advantage": None if advantages is None else float(advantages[row]),
+            **({} if of_tokens is None or sample.played is None else _turn_fields(sample.played, of_tokens[row])),
             "finish_reason": sample.finish,
         }
         for row, (sample, text) in enumerate(zip(samples, texts, strict=False))
@@ -95,6 +99,13 @@ def _episode_fields(episode: Episode) -> dict[str, Any]:
     if episode.dialogues is None:
         return {"episode": episode.transcript}
     return {"episode": episode.transcript, "conversations": conversation_lines(episode.dialogues)}
+
+
+def _turn_fields(episode: Episode, advantages: Tensor) -> dict[str, Any]:
+    """Return each turn's reward from the environment and its advantage; advantages (T,) of the tokens."""
+    of_turns = advantages[episode.turn_ends].tolist()
+    pairs = zip(episode.turn_rewards, of_turns, strict=True)
+    return {"turns": [{"reward": reward, "advantage": advantage} for reward, advantage in pairs]}
 
 
 def conversation_lines(dialogues: Sequence[Dialogue]) -> list[dict[str, Any]]:

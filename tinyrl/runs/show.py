@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -213,20 +214,31 @@ def render_samples(rows: list[Line]) -> str:
         if images and isinstance(images, list):
             parts.append(_indented("images", "\n".join(map(_image_line, images))))
         conversation = 0
+        credits = iter(_turn_credits(row))
         for turn in turns_of(row):
             if turn.conversation not in (0, conversation):
                 conversation = turn.conversation
                 parts.append(f"conversation {conversation}")
-            part = _indented(turn.speaker, turn.text)
+            credit = next(credits, []) if turn.speaker == "policy" else []
+            part = _indented(turn.speaker, turn.text, credit)
             parts.append(part if turn.speaker == "policy" else f"{DIM}{part}{PLAIN}")
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
 
 
-def _indented(speaker: str, text: str) -> str:
-    """Return a text below its speaker, for a terminal."""
+def _turn_credits(row: Line) -> list[list[str]]:
+    """Return reward and advantage of each turn of the policy, as they are shown; [] without credit by turn."""
+    credits = list[list[str]]()
+    for turn in row.get("turns") or ():
+        numbers = {name: to_float(turn.get(name)) for name in ("reward", "advantage")}
+        credits.append([f"{name} {format_short(number)}" for name, number in numbers.items() if math.isfinite(number)])
+    return credits
+
+
+def _indented(speaker: str, text: str, facts: Sequence[str] = ()) -> str:
+    """Return a text below its speaker and facts about it, for a terminal."""
     lines = escape_control(text or "(nothing)").split("\n")
-    return "\n".join([one_line(speaker, 40), *(f"  {line}" for line in lines)])
+    return "\n".join([" | ".join([one_line(speaker, 40), *facts]), *(f"  {line}" for line in lines)])
 
 
 def _image_line(entry: Any) -> str:

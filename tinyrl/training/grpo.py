@@ -1,4 +1,5 @@
-"""GRPO and its family (DAPO, Dr. GRPO, GSPO, GDPO, CISPO, RLOO, REINFORCE++): DeepSeekMath (2402.03300), Algorithm 1.
+"""GRPO and its family (DAPO, Dr. GRPO, GSPO, GDPO, GTPO, CISPO, RLOO, REINFORCE++): DeepSeekMath (2402.03300),
+Algorithm 1.
 
     for each step:
         1. sample a group of responses for each prompt, score them
@@ -14,6 +15,7 @@ or grpo.minibatch_size say otherwise.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,7 +23,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tinyrl.algorithms.advantages import decoupled_advantages, discounted_returns, group_advantages, rloo_advantages
+from tinyrl.algorithms.advantages import (
+    decoupled_advantages,
+    discounted_returns,
+    group_advantages,
+    rloo_advantages,
+    turn_advantages,
+    turn_returns,
+)
 from tinyrl.algorithms.masking import masked_whiten
 from tinyrl.data.rows import seeded_permutation
 from tinyrl.generation.sample import (
@@ -30,8 +39,10 @@ from tinyrl.generation.sample import (
     conversations,
     loss_mask,
     num_episodes,
+    rewards_by_turn,
     rewards_of,
     scores_of,
+    spread_over_turns,
     token_rewards_of,
 )
 from tinyrl.training.method import Pass
@@ -41,6 +52,8 @@ from tinyrl.training.policy_loss import Counts, Experience, LossInputs, PolicyLo
 if TYPE_CHECKING:
     from tinyrl.config.method_sections import GrpoConfig
     from tinyrl.training.run import Run
+
+MOST_TURNS = 5  # whose rewards are metrics; those are in the chart of runs/metrics.py
 
 
 class Grpo(OnPolicy):
@@ -58,8 +71,10 @@ class Grpo(OnPolicy):
                 logprobs, measured = self.compute_logprobs(run, samples, minibatches, scored=kl_in_score(config))
             teacher, taught = self.ask_teacher(run, samples)
             recorded = self.record_prompts(run, step)
-            run.start_update(**rewards, **self.metrics(samples, logprobs), **measured, **taught, **recorded)
-            # 3. How much better a response is than its group; an agent's conversations share their episode's.
+            of_turns = turn_metrics(samples, config)
+            run.start_update(**rewards, **self.metrics(samples, logprobs), **of_turns, **measured, **taught, **recorded)
+            # 3. How much better a response, or each of its turns, is than its group; an agent's conversations share
+            # their episode's.
             firsts = samples[: num_episodes(samples)]
             advantages = group_relative(firsts, config, logprobs, weights=self.collector.scorer.weights)
             advantages = advantages[[sample.episode for sample in samples]]
@@ -154,14 +169,19 @@ def kl_in_score(config: GrpoConfig) -> bool:
 def group_relative(
     samples: list[Sample], config: GrpoConfig, logprobs: Logprobs, *, weights: Tensor | None = None
 ) -> Tensor:
-    """Compute advantages (B,) or (B, T) of whole groups, by `grpo.advantage`. The returns of REINFORCE++ are whitened
-    over the step; others compare score - kl_coef * summed k1 with the group; GDPO each reward, with its weight.
+    """Compute advantages (B,) or (B, T) of whole groups, by `grpo.advantage` and `grpo.credit`. The returns of
+    REINFORCE++ are whitened over the step; others compare score - kl_coef * summed k1 with the group; GDPO each reward,
+    with its weight; GTPO the return of each turn, which all tokens of the turn have.
 
     Under advantage=group only the rewards are divided by their deviation, and the KL keeps its weight: normalised
     together, as in verl, a group of equal rewards would be driven by the KL alone, whatever kl_coef is.
     """
     scores = rewards_of(samples)
     group_size = config.group_size
+    if config.credit == "turn":
+        returns = turn_returns(rewards_by_turn(samples, scores), gamma=config.turn_gamma)
+        by_turn = turn_advantages(returns, group_size=group_size, scale=config.advantage_scale)
+        return spread_over_turns(samples, by_turn)
     if config.advantage in ("reinforce++", "reinforce++-baseline"):
         mask = loss_mask(samples)
         against_group = None
@@ -185,11 +205,23 @@ def group_relative(
 
 
 def compared_scores(samples: list[Sample], config: GrpoConfig) -> Tensor:
-    """Return (B, 1) the scores, or of GDPO (B, R) each reward, that a group is compared by; NaN: none."""
-    scores = scores_of(samples).unsqueeze(1)
+    """Return what a group is compared by; NaN: none. (B, 1) the scores, of GDPO (B, R) each reward, with credit by turn
+    (B, K) the return of each turn.
+    """
+    scores = scores_of(samples)
+    if config.credit == "turn":
+        return turn_returns(rewards_by_turn(samples, scores), gamma=config.turn_gamma)
     if config.reward_aggregation == "sum":
-        return scores
-    return torch.where(scores.isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
+        return scores.unsqueeze(1)
+    return torch.where(scores.unsqueeze(1).isnan(), torch.nan, torch.tensor([sample.scores for sample in samples]))
+
+
+def has_spread(scores: Tensor, *, group_size: int) -> Tensor:
+    """Return (P, C) bool: the columns of scores (B, C) in which a group has two different values; NaN is none."""
+    groups = scores.reshape(-1, group_size, scores.shape[1])
+    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
+    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
+    return highest > lowest
 
 
 def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -> list[int]:
@@ -197,7 +229,21 @@ def without_spread(samples: list[Sample], config: GrpoConfig, weights: Tensor) -
     scores = compared_scores(samples, config)
     if config.reward_aggregation == "normalize-then-sum":
         scores = scores[:, weights != 0]
-    groups = scores.reshape(-1, config.group_size, scores.shape[1])
-    highest = torch.where(groups.isnan(), -torch.inf, groups).amax(1)
-    lowest = torch.where(groups.isnan(), torch.inf, groups).amin(1)
-    return (~(highest > lowest).any(1)).nonzero().flatten().tolist()
+    return (~has_spread(scores, group_size=config.group_size).any(1)).nonzero().flatten().tolist()
+
+
+def turn_metrics(samples: list[Sample], config: GrpoConfig) -> dict[str, float]:
+    """Measure credit by turn, else {}: the mean reward of each of the first turns, over episodes that reached it, and
+    the share of turns that teach nothing, since the group's returns there are equal or no other episode reached them.
+    """
+    if config.credit == "episode":
+        return {}
+    rewards = rewards_by_turn(samples, rewards_of(samples))
+    means = rewards.nanmean(dim=0)[:MOST_TURNS].tolist()
+    out = {f"turn/reward_{turn}": mean for turn, mean in enumerate(means, start=1) if not math.isnan(mean)}
+    returns = turn_returns(rewards, gamma=config.turn_gamma)
+    reached = (~returns.isnan()).reshape(-1, config.group_size, returns.shape[1])
+    varied = has_spread(returns, group_size=config.group_size).unsqueeze(1)
+    if reached.any():
+        out["turn/zero_spread"] = float((reached & ~varied).sum() / reached.sum())
+    return out

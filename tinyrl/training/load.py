@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tinyrl.config.refusal import Refusal
 from tinyrl.data.readers import Placed
 from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
@@ -33,10 +34,19 @@ def load_row_method(prepared: PreparedRun, *, options: Options) -> RowMethod:
 
 
 def make_method(collector: Collector, text: Placed) -> OnPolicy:
-    """Make the method of a run that samples, on a collector. text: rows that PPO learns beside its samples."""
+    """Make the method of a run that samples, on a collector. text: rows that PPO learns beside its samples. Raises
+    Refusal for credit by turn where the environment, which is known now, rewards no turn.
+    """
     match collector.config.method:
         case "grpo":
-            return Grpo(collector)
+            method = Grpo(collector)
+            if method.credits_turns and not collector.scorer.environment_rewards:
+                raise Refusal(
+                    ("grpo.credit", "environment.name"),
+                    "grpo.credit=turn needs rewards of turns, and environment.name="
+                    f"{collector.config.environment.name} gives none: a class does by get_reward",
+                )
+            return method
         case "ppo":
             return Ppo(collector, text)
         case "distill":
