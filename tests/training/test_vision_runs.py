@@ -104,7 +104,7 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_equal(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ORDER)
+@pytest.mark.parametrize("family", [*ORDER, "gemma4", "gemma4-large", "lfm2_vl"])
 def test_sampled_log_probabilities_are_those_of_a_training_pass(folders: Any, family: str, tmp_path: Path) -> None:
     with closing(loaded(settings(folders(family), tmp_path, num_steps=1))) as method:
         method.check()
