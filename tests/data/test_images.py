@@ -17,7 +17,7 @@ from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noq
 from tinyrl.data import image_files, images
 from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, without_paths
+from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, shown_text, without_paths
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -240,5 +240,9 @@ def test_ids_of_an_image_name_it_and_their_place() -> None:
     assert [place_of_id(token) for token in first + second] == [0, 1, 0, 1]
 
 
-def test_a_row_is_quoted_without_the_mark_of_an_image() -> None:
-    assert beginning({"prompt": f"{IMAGE_MARK}what?"}) == "{'prompt': '[image]what?'}"
+def test_the_mark_is_an_image_where_there_are_images_and_somebodys_text_elsewhere() -> None:
+    text = f"{IMAGE_MARK}what?"
+    assert beginning({"prompt": text, "images": [{}]}) == "{'prompt': '[image]what?', 'images': [{}]}"
+    assert beginning({"prompt": text}) == f"{{'prompt': '{text}'}}"
+    assert shown_text({"content": text, "images": [{}]}) == "[image]what?"
+    assert shown_text({"content": text}) == text

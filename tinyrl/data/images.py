@@ -75,6 +75,14 @@ def with_marks_shown(text: str) -> str:
     return text.replace(IMAGE_MARK, "[image]")
 
 
+def shown_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message for people: an image is "[image]", and the same character in a message without
+    images is what somebody wrote.
+    """
+    content = str(message["content"])
+    return with_marks_shown(content) if message.get("images") else content
+
+
 def without_paths(value: Any) -> Any:
     """Return a JSON value in which images are their hashes alone, wherever their files are."""
     if is_entry(value):
