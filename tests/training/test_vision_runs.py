@@ -285,7 +285,10 @@ def test_exports_are_read_on_a_picture_as_the_policy_is(folders: Any, runs: Any,
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3"])
 def test_a_fully_trained_model_is_exported_whole_with_its_processor(folders: Any, runs: Any, family: str) -> None:
     run = runs(family, True)
-    folder = export(str(run.path)).folder
+    bundle = export(str(run.path))
+    folder = bundle.folder
+    assert bundle.commands["serve"] == f"vllm serve {folder}"
+    assert "max_pixels" in bundle.notes[-1]
     exported = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     saved = load_image_text_model(str(run.checkpoints / "step-000001"), dtype=torch.float32)
     ours, theirs = saved.state_dict(), exported.state_dict()
