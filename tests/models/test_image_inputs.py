@@ -140,6 +140,21 @@ def test_an_image_with_more_pixels_than_allowed_is_scaled_down_in_both_direction
     assert within(Pil.new("RGB", (40, 10)), 400).size == (40, 10)
 
 
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_an_image_whose_hash_begins_as_anothers_is_refused(fast: Vision, tmp_path: Path, is_forgotten: bool) -> None:
+    """Rows of an image that a server has let go of are still cached, by token ids that would be the same."""
+    expander = fast.images.expander
+    first = picture(tmp_path, "first.png", (32, 32), 6)
+    alike = replace(first, sha256=first.sha256[:32] + "0" * 32)
+    assert alike.key == first.key
+    expander.expansion(first)
+    if is_forgotten:
+        expander.forget(first)
+    with pytest.raises(ValueError, match="begin alike"):
+        expander.expansion(alike)
+    expander.expansion(first)
+
+
 def test_the_pieces_of_images_are_found_in_their_order() -> None:
     row = [1, *image_ids(7, 3), 2, *image_ids(9, 4)[2:], 3]
     assert [(piece.key, piece.start, piece.stop) for piece in pieces_of(row)] == [(7, 0, 3), (9, 2, 4)]

@@ -39,6 +39,7 @@ from tinyrl.text import first_line, truncate
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
+MOST_HASHES = 1 << 16  # of images that were forgotten: more than rows that a server caches
 GRID = "image_grid_thw"  # of an image, in patches: what several axes of positions are made of
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
@@ -70,6 +71,7 @@ class ImageExpander:
         self.max_pixels = max_pixels
         self.mark = str(self.processor.image_token)
         self.images = dict[int, Image]()
+        self._hashes: OrderedDict[int, str] = OrderedDict()  # by key, also of images that were forgotten
         self._expansions = dict[int, Processed]()  # without pixels
         self._processing = threading.Lock()  # a processor changes its tokenizer at every call
 
@@ -114,14 +116,26 @@ class ImageExpander:
         return {"size": {"longest_edge": min(int(images.size["longest_edge"]), most)}}
 
     def expansion(self, image: Image) -> Processed:
-        """Return what stands for an image, without its pixels."""
-        known = self.images.setdefault(image.key, image)
-        if known.sha256 != image.sha256:
-            raise ValueError(f"{image.path} and {known.path} have hashes that begin alike; leave one of them out")
+        """Return what stands for an image, without its pixels. Raises ValueError for one whose ids are another's."""
+        self._check_key(image)
+        self.images.setdefault(image.key, image)
         if image.key not in self._expansions:
             done = self.process(image)
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
         return self._expansions[image.key]
+
+    def _check_key(self, image: Image) -> None:
+        """Raise ValueError for an image whose hash begins as that of another one. Their token ids would be equal, and
+        rows of an image that was forgotten may be cached still.
+        """
+        known = self.images.get(image.key)
+        sha256 = self._hashes.setdefault(image.key, image.sha256 if known is None else known.sha256)
+        if sha256 != image.sha256:
+            other = "an image that was here before" if known is None else known.path
+            raise ValueError(f"{image.path} and {other} have hashes that begin alike; leave one of them out")
+        self._hashes.move_to_end(image.key)
+        if len(self._hashes) > len(self.images) + MOST_HASHES:
+            self._hashes.popitem(last=False)
 
     def forget(self, image: Image) -> None:
         """Drop an image that no prompt has any more."""
