@@ -241,9 +241,9 @@ def test_a_model_without_a_tower_is_refused_by_its_type(tiny: TinyModels) -> Non
         policy_at(tiny("llama"))
 
 
-def test_rows_of_text_on_a_model_without_a_text_class_are_told_what_to_set(folders: Any) -> None:
+def test_a_model_without_a_text_class_is_not_loaded_without_its_tower(folders: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.with_images=true"):
-        policy_at(folders("smolvlm"), with_images=None)
+        policy_at(folders("smolvlm"), with_images=False)
     assert policy_at(folders("smolvlm")).images is not None
 
 

@@ -205,6 +205,22 @@ def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path
         prepare(config)
 
 
+def test_rows_of_text_train_the_language_part_of_a_model_that_comes_with_its_tower(
+    folders: Any, tmp_path: Path
+) -> None:
+    """Transformers has no class for the language model of SmolVLM alone."""
+    data = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": f"say {i}", "answer": str(i)} for i in range(4)]))
+    task = {"name": "rows", "data": data, "eval_data": data}
+    run = {"num_steps": 1, "eval_every": 0}
+    config = running.config("grpo", folders("smolvlm"), task=task, run=run)
+    code, done, _ = running.train(config, tmp_path, name="run")
+    assert code == 0
+    assert done.read_config().model.with_images
+    names = [name for name in running.weights(done, 1) if "lora_A" in name]
+    assert names
+    assert all(".vision_model." not in name and ".connector." not in name for name in names), sorted(names)[:3]
+
+
 def test_a_model_without_a_processor_is_refused_before_its_weights_are_read(folders: Any, tmp_path: Path) -> None:
     kept = shutil.ignore_patterns("pre*", "processor_config.json", "*.safetensors")
     bare = shutil.copytree(folders("smolvlm"), tmp_path / "bare", ignore=kept)
