@@ -58,15 +58,19 @@ def test_the_digits_run_from_pictures_to_a_table(
     script = str(EXAMPLES / "digits_images.py")
     subprocess.run([sys.executable, script, "digits", "--num-steps", "2"], check=True, capture_output=True)
     *training, compare = [words[1:] for words in others]
-    assert [words[:2] for words in training] == [["train", "sft"], ["train", "grpo"], ["train", "grpo"]]
-    few = {"sft": ["sft.batch_size=4"], "grpo": ["grpo.num_prompts=2", "grpo.group_size=2"]}
+    assert [words[:2] for words in training] == [["train", name] for name in ("sft", "grpo", "ppo", "grpo")]
+    few = {
+        "sft": ["sft.batch_size=4"],
+        "grpo": ["grpo.num_prompts=2", "grpo.group_size=2"],
+        "ppo": ["ppo.num_prompts=2", "ppo.group_size=2", "ppo.minibatch_size=4"],
+    }
     for words in training:
         given = [*words, *SHORT, *few[words[1]], "--device", "cpu"]
         assert app(given, standalone_mode=False) in (0, None), words
     capsys.readouterr()
     app([*compare, "--num-prompts", "6", "--json", "--device", "cpu"], standalone_mode=False)
     rows = json.loads(capsys.readouterr().out)
-    assert [row["target"].split("/")[0] for row in rows[1:]] == ["digits-sft", "digits-grpo"]
+    assert [row["target"].split("/")[0] for row in rows[1:]] == ["digits-sft", "digits-grpo", "digits-ppo"]
     assert all(row["num_prompts"] == 6 for row in rows)
 
 

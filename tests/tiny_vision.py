@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 from tokenizers import AddedToken
 from transformers import AutoModelForImageTextToText, PretrainedConfig, PreTrainedTokenizerFast
@@ -28,7 +29,12 @@ SMOLVLM_TOKENS = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", 
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 INTERNVL_TOKENS = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
                    "video_token": "<video>"}  # fmt: skip
-NAMED_TOKENS = {"gemma3": GEMMA_TOKENS, "internvl": INTERNVL_TOKENS}  # which processors ask the tokenizer for
+GEMMA4_TOKENS = {"boi_token": "<|image>", "eoi_token": "<image|>", "image_token": "<|image|>",
+                 "boa_token": "<|audio>", "eoa_token": "<audio|>", "audio_token": "<|audio|>"}  # fmt: skip
+NAMED_TOKENS = {"gemma3": GEMMA_TOKENS, "gemma4": GEMMA4_TOKENS, "gemma4-large": GEMMA4_TOKENS,
+                "internvl": INTERNVL_TOKENS}  # which processors ask the tokenizer for  # fmt: skip
+LFM2_TOKENS = ("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
+               *(f"<|img_row_{row}_col_{column}|>" for row in (1, 2) for column in (1, 2)))  # fmt: skip
 GLM_TOKENS = {"image_token_id": "<|image|>", "image_start_token_id": "<|begin_of_image|>",
               "image_end_token_id": "<|end_of_image|>", "video_token_id": "<|video|>",
               "video_start_token_id": "<|begin_of_video|>", "video_end_token_id": "<|end_of_video|>"}  # fmt: skip
@@ -164,6 +170,58 @@ def _gemma3(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     )
 
 
+def _gemma4_text(tokenizer: PreTrainedTokenizerFast, **own: Any) -> dict[str, Any]:
+    """Two layers of Gemma 4, the first with a window that is shorter than a picture."""
+    shape = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 16, "layer_types": WINDOWS}
+    return _text(tokenizer, **shape, final_logit_softcapping=2.0, **own)
+
+
+def _gemma4(tokenizer: PreTrainedTokenizerFast, text: dict[str, Any]) -> PretrainedConfig:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "num_key_value_heads": 2, "head_dim": 8, "patch_size": 2, "position_embedding_size": 64}  # fmt: skip
+    return transformers.Gemma4Config(
+        text_config=text,  # pyright: ignore[reportArgumentType]
+        vision_config=vision,  # pyright: ignore[reportArgumentType]
+        tie_word_embeddings=True,
+        **_ids(
+            tokenizer,
+            boi_token_id="<|image>",
+            eoi_token_id="<image|>",
+            image_token_id="<|image|>",
+            boa_token_id="<|audio>",
+            eoa_token_index="<audio|>",
+            audio_token_id="<|audio|>",
+            video_token_id="<|video|>",
+        ),
+    )
+
+
+def _small_gemma4(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """Of E2B's shape: an embedding of each layer's own, keys that layers share, causal attention in images too."""
+    shape = {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 4,
+             "vocab_size_per_layer_input": len(tokenizer)}  # fmt: skip
+    return _gemma4(tokenizer, _gemma4_text(tokenizer) | shape | {"layer_types": WINDOWS * 2})
+
+
+def _large_gemma4(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    """Of 31B's shape: in layers with a window the places of an image see one another."""
+    own = {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+    return _gemma4(tokenizer, _gemma4_text(tokenizer, **own))
+
+
+def _lfm2_vl(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "patch_size": 4, "num_patches": 64, "vision_use_head": False}  # fmt: skip
+    hybrid = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    return transformers.Lfm2VlConfig(
+        text_config={"model_type": "lfm2", **_text(tokenizer), **hybrid},  # pyright: ignore[reportArgumentType]
+        vision_config={"model_type": "siglip2_vision_model", **vision},  # pyright: ignore[reportArgumentType]
+        projector_hidden_size=32,
+        tie_word_embeddings=True,
+        **_ids(tokenizer, image_token_id="<image>"),
+    )
+
+
 def _qwen3_5(tokenizer: PreTrainedTokenizerFast) -> PretrainedConfig:
     vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "patch_size": 4,
               "out_hidden_size": HIDDEN, "num_position_embeddings": 64}  # fmt: skip
@@ -225,6 +283,18 @@ def _gemma_images() -> PilBackend:
     return transformers.Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
 
 
+def _lfm2_images() -> Any:
+    """Cut pictures above 128 x 64 pixels into tiles; this processor is of the torchvision backend alone."""
+    pytest.importorskip("torchvision")
+    tiles = {"tile_size": 32, "min_tiles": 2, "max_tiles": 4}
+    tokens = {"encoder_patch_size": 4, "min_image_tokens": 4, "max_image_tokens": 16, "max_pixels_tolerance": 2.0}
+    return transformers.Lfm2VlImageProcessor(**tiles, **tokens)
+
+
+def _gemma4_images() -> PilBackend:
+    return transformers.Gemma4ImageProcessorPil(patch_size=2, max_soft_tokens=70)
+
+
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = {
     "qwen2_5_vl": Family(
@@ -257,7 +327,29 @@ FAMILIES = {
     ),
 }
 # Families of which a model's trials and a run are tested.
+GEMMA4 = {"processor_class": "Gemma4Processor", "image_seq_length": 70}
 MORE = {
+    "gemma4": Family(
+        tokens=(*GEMMA4_TOKENS.values(), "<|video|>"),
+        image="<|image|>",
+        config=_small_gemma4,
+        images=_gemma4_images,
+        processor=GEMMA4,
+    ),
+    "lfm2_vl": Family(
+        tokens=LFM2_TOKENS,
+        image="<image>",
+        config=_lfm2_vl,
+        images=_lfm2_images,
+        processor={"processor_class": "Lfm2VlProcessor"},
+    ),
+    "gemma4-large": Family(
+        tokens=(*GEMMA4_TOKENS.values(), "<|video|>"),
+        image="<|image|>",
+        config=_large_gemma4,
+        images=_gemma4_images,
+        processor=GEMMA4,
+    ),
     "internvl": Family(
         tokens=(*INTERNVL_TOKENS.values(),),
         image="<IMG_CONTEXT>",

@@ -2,6 +2,7 @@
 
 import base64
 import http.server
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noq
 from tinyrl.data import image_files, images
 from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, without_paths
+from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, shown_text, without_paths
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -76,6 +77,37 @@ def test_equal_files_are_one_image_wherever_they_are(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "a.png").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.png is {named}"):
+        ImageFiles(tmp_path).image_of("a.png")
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+
+
+def test_a_file_that_is_a_program_is_refused_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(EPS)
+    with pytest.raises(ValueError, match=r"a\.png .*EPS.*not run"):
+        ImageFiles(tmp_path).image_of("a.png")
+    with pytest.raises(ValueError, match="not run"):
+        opened(Image(sha256="0", path=str(tmp_path / "a.png"), size=(9, 9)))
+
+
+def test_what_is_no_regular_file_is_refused_without_reading_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link.png").symlink_to("/dev/zero")
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    for name, named in (("pipe", "a pipe"), ("link", "a device"), ("loop", "")):
+        with pytest.raises(ValueError, match=rf"{name}\.png.*{named}"):
+            ImageFiles(tmp_path).image_of(f"{name}.png")
+    image_file(tmp_path / "a.png")
+    (tmp_path / "good.png").symlink_to("a.png")
+    assert ImageFiles(tmp_path).image_of("good.png").size == (4, 2)
+
+
+def test_a_file_of_too_many_bytes_is_refused_without_reading_it(tmp_path: Path) -> None:
+    with (tmp_path / "a.png").open("wb") as file:
+        file.write(png())
+        file.truncate(image_files.MOST_BYTES + 1)
+    with pytest.raises(ValueError, match=r"a\.png has 536,870,913 bytes"):
         ImageFiles(tmp_path).image_of("a.png")
 
 
@@ -181,6 +213,13 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     assert [pixels.getpixel((x, 0)) for x in range(3)] == [(0, 0, 0), (128, 128, 128), (255, 255, 255)]
 
 
+@pytest.mark.parametrize("most", [1.0, 255.0])
+def test_floating_point_numbers_are_of_0_to_1_or_of_0_to_255(tmp_path: Path, most: float) -> None:
+    values = fromarray(numpy.array([[0, most / 2, most, numpy.nan]], dtype=numpy.float32))
+    pixels = opened(saved(tmp_path / "a.tiff", values))
+    assert [pixels.getpixel((x, 0)) for x in range(4)] == [(0, 0, 0), (127, 127, 127), (255, 255, 255), (0, 0, 0)]
+
+
 def test_of_an_animation_the_first_frame_is_shown(tmp_path: Path) -> None:
     frames = [new_image("RGB", (2, 2), color) for color in (RED, BLUE)]
     found = saved(tmp_path / "a.gif", frames[0], save_all=True, append_images=frames[1:])
@@ -201,5 +240,9 @@ def test_ids_of_an_image_name_it_and_their_place() -> None:
     assert [place_of_id(token) for token in first + second] == [0, 1, 0, 1]
 
 
-def test_a_row_is_quoted_without_the_mark_of_an_image() -> None:
-    assert beginning({"prompt": f"{IMAGE_MARK}what?"}) == "{'prompt': '[image]what?'}"
+def test_the_mark_is_an_image_where_there_are_images_and_somebodys_text_elsewhere() -> None:
+    text = f"{IMAGE_MARK}what?"
+    assert beginning({"prompt": text, "images": [{}]}) == "{'prompt': '[image]what?', 'images': [{}]}"
+    assert beginning({"prompt": text}) == f"{{'prompt': '{text}'}}"
+    assert shown_text({"content": text, "images": [{}]}) == "[image]what?"
+    assert shown_text({"content": text}) == text

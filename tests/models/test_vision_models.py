@@ -40,10 +40,17 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return cache(lambda family: tiny_vision(family, root / family))
 
 
-def policy_at(folder: Path, *, dtype: torch.dtype = torch.float32, with_images: bool | None = True, **sections: Any):
-    """The policy of a GRPO run on the model in a folder."""
+def policy_at(
+    folder: Path,
+    *,
+    method: str = "grpo",
+    dtype: torch.dtype = torch.float32,
+    with_images: bool | None = True,
+    **sections: Any,
+) -> Policy:
+    """The policy of a run on the model in a folder."""
     model = {"path": str(folder), "with_images": with_images} | sections.pop("model", {})
-    config = config_of({"method": "grpo", "reference": {"kind": "none"}, "model": model, **sections})
+    config = config_of({"method": method, "reference": {"kind": "none"}, "model": model, **sections})
     tokenizer = load_tokenizer(str(folder))
     return build_policy(config, tokenizer=tokenizer, device=Device(torch.device("cpu"), dtype))
 
@@ -111,6 +118,15 @@ def test_a_full_checkpoint_takes_room_for_the_tower_too(folders: Any) -> None:
     policy = policy_at(folders("smolvlm"), **FULL)
     tower = sum(p.nbytes for tower in towers_of(policy.causal) for p in tower.parameters())
     assert checkpoint_bytes(policy) == 12 * policy.num_trained + tower + STATE_BYTES
+
+
+def test_a_separate_critic_s_file_has_the_tower_again_and_is_counted(folders: Any, tmp_path: Path) -> None:
+    sections = {"critic": {"kind": "separate"}, "ppo": {"kl_coef": 0.0}}
+    policy = policy_at(folders("smolvlm"), method="ppo", **sections, **FULL)
+    save_policy(policy, tmp_path)
+    weights = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    moments = 8 * policy.num_trained
+    assert checkpoint_bytes(policy) - STATE_BYTES - moments == pytest.approx(weights, rel=0.05)
 
 
 def test_a_shared_tower_computes_the_same_bits_beside_a_reference(folders: Any) -> None:
@@ -225,9 +241,9 @@ def test_a_model_without_a_tower_is_refused_by_its_type(tiny: TinyModels) -> Non
         policy_at(tiny("llama"))
 
 
-def test_rows_of_text_on_a_model_without_a_text_class_are_told_what_to_set(folders: Any) -> None:
+def test_a_model_without_a_text_class_is_not_loaded_without_its_tower(folders: Any) -> None:
     with pytest.raises(ValueError, match=r"model\.with_images=true"):
-        policy_at(folders("smolvlm"), with_images=None)
+        policy_at(folders("smolvlm"), with_images=False)
     assert policy_at(folders("smolvlm")).images is not None
 
 

@@ -18,7 +18,8 @@ from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys,
 from tinyrl.data.sources import placed_rows
 from tinyrl.evaluation.targets import trained_on
 from tinyrl.runs.resolve import config_of
-from tinyrl.tasks.run_rows import RunRows, shared_by_splits, text_rows
+from tinyrl.runs.run_dir import RunDir
+from tinyrl.tasks.run_rows import RunRows, row_texts, shared_by_splits, text_rows
 
 ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
 ANSWERED = [*ASKED, {"role": "assistant", "content": "red"}]
@@ -146,6 +147,19 @@ def test_a_task_of_ones_own_may_return_messages_with_images(tmp_path: Path) -> N
     ]
     assert [row["images"] for row in rows.train] == [prompt[0]["images"] for prompt in (first, second)]
     assert rows.has_images
+
+
+def test_prompts_that_are_listed_show_an_image_and_leave_a_texts_own_characters(tmp_path: Path) -> None:
+    own = f"{IMAGE_MARK} in a text"
+    data = write(tmp_path, [{"prompt": ASKED, "image": "red.png", "answer": "x"}, {"prompt": own, "answer": "y"}])
+    config = config_of({"method": "grpo", "task": {"name": "rows", "data": str(data), "eval_data": str(data)}})
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config.model_dump()))
+    keys = {place: row_key(row) for place, row in enumerate(rows_for(config).train)}
+    notes = list[str]()
+    assert sorted(row_texts(run, keys, notes).values()) == ["[image]what?", own]
+    assert notes == []
 
 
 # ---- identity ----

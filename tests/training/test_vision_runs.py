@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_and_resumed_is_bit_equal(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("family", ORDER)
+@pytest.mark.parametrize("family", [*ORDER, "gemma4", "gemma4-large", "lfm2_vl"])
 def test_sampled_log_probabilities_are_those_of_a_training_pass(folders: Any, family: str, tmp_path: Path) -> None:
     with closing(loaded(settings(folders(family), tmp_path, num_steps=1))) as method:
         method.check()
@@ -214,6 +214,22 @@ def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path
         prepare(config)
 
 
+def test_rows_of_text_train_the_language_part_of_a_model_that_comes_with_its_tower(
+    folders: Any, tmp_path: Path
+) -> None:
+    """Transformers has no class for the language model of SmolVLM alone."""
+    data = str(write_rows(tmp_path / "rows.jsonl", [{"prompt": f"say {i}", "answer": str(i)} for i in range(4)]))
+    task = {"name": "rows", "data": data, "eval_data": data}
+    run = {"num_steps": 1, "eval_every": 0}
+    config = running.config("grpo", folders("smolvlm"), task=task, run=run)
+    code, done, _ = running.train(config, tmp_path, name="run")
+    assert code == 0
+    assert done.read_config().model.with_images
+    names = [name for name in running.weights(done, 1) if "lora_A" in name]
+    assert names
+    assert all(".vision_model." not in name and ".connector." not in name for name in names), sorted(names)[:3]
+
+
 def test_a_model_without_a_processor_is_refused_before_its_weights_are_read(folders: Any, tmp_path: Path) -> None:
     kept = shutil.ignore_patterns("pre*", "processor_config.json", "*.safetensors")
     bare = shutil.copytree(folders("smolvlm"), tmp_path / "bare", ignore=kept)
@@ -294,7 +310,10 @@ def test_exports_are_read_on_a_picture_as_the_policy_is(folders: Any, runs: Any,
 @pytest.mark.parametrize("family", ["smolvlm", "gemma3"])
 def test_a_fully_trained_model_is_exported_whole_with_its_processor(folders: Any, runs: Any, family: str) -> None:
     run = runs(family, True)
-    folder = export(str(run.path)).folder
+    bundle = export(str(run.path))
+    folder = bundle.folder
+    assert bundle.commands["serve"] == f"vllm serve {folder}"
+    assert "max_pixels" in bundle.notes[-1]
     exported = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     saved = load_image_text_model(str(run.checkpoints / "step-000001"), dtype=torch.float32)
     ours, theirs = saved.state_dict(), exported.state_dict()

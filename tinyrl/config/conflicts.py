@@ -114,7 +114,8 @@ def _tower_conflicts(config: Config) -> Iterator[Refusal]:
     if quantization is not None:
         yield Refusal(
             ("model.quantization", "model.with_images"),
-            f"model.quantization={quantization} takes no model with a vision tower, as rows with images need",
+            f"model.quantization={quantization} takes no model with its vision tower, which rows with images need, and "
+            "rows of text where transformers has no class for the language model alone",
         )
 
 

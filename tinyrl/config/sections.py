@@ -178,7 +178,7 @@ class ModelConfig(Section):
     random_init: bool = Field(default=False, description="start from random weights (run.seed), to train from scratch")
     with_images: bool | None = Field(
         default=None,
-        description="load the model with its vision tower, frozen; null: where rows have images",
+        description="load the model with its vision tower, frozen; null: where rows have images, or it has to be",
     )
     image_cache_gb: NonNegativeFloat = Field(
         default=1.0, description="memory for image features that are kept: the vision tower runs once per image"

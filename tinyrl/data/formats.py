@@ -449,7 +449,8 @@ def _shown(side: Side | None) -> str:
 
 def beginning(row: Row) -> str:
     """Return the first characters of a row on one line, to quote it in an error."""
-    return one_line(with_marks_shown(str(row)[:500]), 100)
+    text = str(row)[:500]
+    return one_line(with_marks_shown(text) if row.get("images") else text, 100)
 
 
 # ---- texts and conversations ----

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, opened, orientation
+from tinyrl.data.images import MOST_PIXELS, Image, decoding, in_rgb, is_entry, open_picture, opened, orientation
 from tinyrl.runs.folders import write_atomic
 from tinyrl.text import first_line, truncate
 from tinyrl.urls import is_address, mask_url
@@ -26,6 +27,7 @@ from tinyrl.urls import is_address, mask_url
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
+MOST_BYTES = 1 << 29  # of an image file
 MOST_FETCHED = 1 << 26  # bytes of an image at an address
 FETCH_S = 60.0  # for an image at an address
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height are swapped
@@ -81,10 +83,15 @@ class ImageFiles:
         if text.startswith("file://"):
             text = unquote(urlsplit(text).path)
         path = os.path.abspath(self.base / os.path.expanduser(text))
+        shown = truncate(path, 200)
         try:
             status = os.stat(path)
         except (OSError, ValueError):  # ValueError: a path with a null character
-            raise ValueError(f"there is no image file {truncate(path, 200)}") from None
+            raise ValueError(f"there is no image file {shown}") from None
+        if not S_ISREG(status.st_mode):  # reading a pipe or a device may never end
+            raise ValueError(f"the image {shown} cannot be read: it is a folder, a pipe or a device, not a file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"the image {shown} has {status.st_size:,} bytes, and at most {MOST_BYTES:,} are read")
         return _file_at(path, status.st_mtime_ns, status.st_size)
 
 
@@ -125,10 +132,8 @@ def _file_at(path: str, changed_ns: int, length: int) -> Image:
 
 def _size_of(content: bytes, what: str) -> tuple[int, int]:
     """Return width and height of an upright image. Raises ValueError for what PIL cannot read, and too many pixels."""
-    from PIL.Image import open as open_image
-
     with decoding(what):
-        picture = open_image(io.BytesIO(content))
+        picture = open_picture(io.BytesIO(content))
         width, height = picture.size
         is_turned = picture.format != "TIFF" and orientation(picture) in SIDEWAYS  # PIL turns a TIFF itself
     if width * height > MOST_PIXELS:
@@ -153,12 +158,11 @@ def png_of(picture: Picture) -> bytes:
 def data_url_of(image: Image) -> str:
     """Return an image's file as a data URL. Raises ValueError where it cannot be read."""
     from PIL.Image import MIME
-    from PIL.Image import open as open_image
 
     what = f"the image {truncate(image.path, 200)}"
     with decoding(what):
         content = Path(image.path).read_bytes()
-        kind = MIME.get(str(open_image(io.BytesIO(content)).format), "image/png")
+        kind = MIME.get(str(open_picture(io.BytesIO(content)).format), "image/png")
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 

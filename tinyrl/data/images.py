@@ -7,7 +7,8 @@ placeholder's id there, and the image's features (models/image_inputs.py). No to
 
 An image is always a file (image_files.py). Two deviations from a plain `PIL.Image.open(path).convert("RGB")`, both in
 `opened`: transparent pixels become white, as Qwen's and Idefics' processing has it (PIL leaves the colour under them,
-often black), and 16 bits are scaled to 8 (PIL cuts them off at 255). tests/data/test_images.py
+often black), and 16 bits and numbers from 0 to 1 are scaled to 8 bits (PIL cuts off at 255, and below 1).
+tests/data/test_images.py
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from tinyrl.text import first_line, truncate
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from PIL.ImageFile import ImageFile
 
 IMAGE_MARK = "\ufffc"  # object replacement character
 FIRST_IMAGE_ID = 1 << 62  # token ids from here on are places of images
@@ -28,6 +30,7 @@ PLACE_BITS = 20  # of a place's number in its image
 HASH_BITS = 42  # of the file's hash that are in its ids
 MOST_PIXELS = 80_000_000  # of an image that is decoded: a file of kilobytes may hold gigabytes
 ORIENTATION = 0x0112  # tag of EXIF
+PROGRAMS = ("EPS",)  # formats of files that are programs: PIL would have Ghostscript run them
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of the parts of a message
 ENTRY = {"path", "sha256", "size"}  # keys of an image in a row
 
@@ -108,6 +111,14 @@ def with_marks_shown(text: str) -> str:
     return text.replace(IMAGE_MARK, "[image]")
 
 
+def shown_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message for people: an image is "[image]", and the same character in a message without
+    images is what somebody wrote.
+    """
+    content = str(message["content"])
+    return with_marks_shown(content) if message.get("images") else content
+
+
 def without_paths(value: Any) -> Any:
     """Return a JSON value in which images are their hashes alone, wherever their files are."""
     if is_entry(value):
@@ -134,6 +145,16 @@ def decoding(what: str) -> Iterator[None]:
         raise ValueError(f"{what} is not an image that can be read{kind}") from error
 
 
+def open_picture(file: str | IO[bytes]) -> ImageFile:
+    """Open an image without decoding it. Raises ValueError for a format of PROGRAMS, besides what PIL raises."""
+    from PIL.Image import open as open_image
+
+    picture = open_image(file)
+    if picture.format in PROGRAMS:
+        raise ValueError(f"it is {picture.format}, a program that draws an image, and it is not run")
+    return picture
+
+
 def orientation(picture: Picture) -> int:
     """Return the orientation that an image's header has; a PNG's behind its pixels would need all of it decoded."""
     has_exif = picture.format != "PNG" or "exif" in picture.info
@@ -143,16 +164,15 @@ def orientation(picture: Picture) -> int:
 def opened(image: Image) -> Picture:
     """Decode an image: upright, the first frame, in RGB. Raises ValueError, naming the file."""
     from PIL import ImageOps
-    from PIL.Image import open as open_image
 
-    with decoding(f"the image {truncate(image.path, 200)}"), open_image(image.path) as picture:
+    with decoding(f"the image {truncate(image.path, 200)}"), open_picture(image.path) as picture:
         is_turned = orientation(picture) != 1
         picture.load()
         return in_rgb(ImageOps.exif_transpose(picture) if is_turned else picture)
 
 
 def in_rgb(picture: Picture) -> Picture:
-    """Convert an image to RGB: transparent pixels on white, 16 bits scaled to 8."""
+    """Convert an image to RGB: transparent pixels on white, 16 bits and numbers from 0 to 1 scaled to 8 bits."""
     import numpy
     from PIL.Image import alpha_composite, fromarray
     from PIL.Image import new as new_image
@@ -160,6 +180,10 @@ def in_rgb(picture: Picture) -> Picture:
     if picture.mode.startswith("I"):
         values = numpy.asarray(picture)
         scaled = values >> 8 if values.max(initial=0) > 255 else values
+        return fromarray(scaled.clip(0, 255).astype("uint8")).convert("RGB")
+    if picture.mode == "F":
+        values = numpy.nan_to_num(numpy.asarray(picture))
+        scaled = values * 255 if values.max(initial=0) <= 1 else values
         return fromarray(scaled.clip(0, 255).astype("uint8")).convert("RGB")
     if "A" in picture.getbands() or "transparency" in picture.info:
         white = new_image("RGBA", picture.size, "white")

@@ -39,6 +39,7 @@ from tinyrl.text import first_line, truncate
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
+MOST_HASHES = 1 << 16  # of images that were forgotten: more than rows that a server caches
 GRID = "image_grid_thw"  # of an image, in patches: what several axes of positions are made of
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 
@@ -70,6 +71,7 @@ class ImageExpander:
         self.max_pixels = max_pixels
         self.mark = str(self.processor.image_token)
         self.images = dict[int, Image]()
+        self._hashes: OrderedDict[int, str] = OrderedDict()  # by key, also of images that were forgotten
         self._expansions = dict[int, Processed]()  # without pixels
         self._processing = threading.Lock()  # a processor changes its tokenizer at every call
 
@@ -105,17 +107,18 @@ class ImageExpander:
         (SmolVLM, Idefics 3): the longer side in pixels, of whole tiles, at least one.
         """
         images = self.processor.image_processor
-        if not getattr(images, "do_image_splitting", False):
+        cuts = getattr(images, "do_image_splitting", False)
+        scales_up = hasattr(images, "max_image_size")  # unlike LFM2-VL's, which cuts only what is large as it is
+        if not (cuts and scales_up):
             return {}
         side = int(images.max_image_size["longest_edge"])
         most = side * max(1, math.isqrt(self.max_pixels) // side)
         return {"size": {"longest_edge": min(int(images.size["longest_edge"]), most)}}
 
     def expansion(self, image: Image) -> Processed:
-        """Return what stands for an image, without its pixels."""
-        known = self.images.setdefault(image.key, image)
-        if known.sha256 != image.sha256:
-            raise ValueError(f"{image.path} and {known.path} have hashes that begin alike; leave one of them out")
+        """Return what stands for an image, without its pixels. Raises ValueError for one whose ids are another's."""
+        self._check_key(image)
+        self.images.setdefault(image.key, image)
         if image.key not in self._expansions:
             done = self.process(image)
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
@@ -124,6 +127,19 @@ class ImageExpander:
     def token_counts(self) -> list[int]:
         """Return how many tokens of features each image takes that is known."""
         return [self.expansion(image).count for image in self.images.values()]
+
+    def _check_key(self, image: Image) -> None:
+        """Raise ValueError for an image whose hash begins as that of another one. Their token ids would be equal, and
+        rows of an image that was forgotten may be cached still.
+        """
+        known = self.images.get(image.key)
+        sha256 = self._hashes.setdefault(image.key, image.sha256 if known is None else known.sha256)
+        if sha256 != image.sha256:
+            other = "an image that was here before" if known is None else known.path
+            raise ValueError(f"{image.path} and {other} have hashes that begin alike; leave one of them out")
+        self._hashes.move_to_end(image.key)
+        if len(self._hashes) > len(self.images) + MOST_HASHES:
+            self._hashes.popitem(last=False)
 
     def forget(self, image: Image) -> None:
         """Drop an image that no prompt has any more."""
@@ -202,21 +218,20 @@ class Piece:
 class ImagePass:
     """The images of a pass over tokens (b, L). places (b, L): where an image is; features (n, H): of these, row by row.
 
-    encoded: the same in the shape of the library's output, for a model that adds features in its layers too;
-    marks_places: the model is told the places, since those of an image see one another.
+    encoded: the same in the shape of the library's output, for a model that reads features or ids in its layers too;
+    place_names: the arguments that tell the model the places, since those of an image see one another.
     """
 
     places: Tensor
     features: Tensor
     encoded: Any
-    marks_places: bool
+    place_names: tuple[str, ...]
 
     def run(self, backbone: Any, ids: Tensor, **options: Any) -> Any:
         """Run the backbone over ids (b, L) with features in the places of images. Only the embedding's other rows have
         a gradient.
         """
-        if self.marks_places:
-            options["token_type_ids"] = self.places.long()
+        options |= {name: self.places.long() for name in self.place_names}
         if self.encoded is not None:
             return backbone(input_ids=ids, mm_encoder_outputs={"image": self.encoded}, **options)
         embedded = backbone.get_input_embeddings()(ids)
@@ -238,13 +253,20 @@ class ImageInputs:
         self.unread = unread  # the token that a sampled placeholder is read as
         self.device: torch.device = next(backbone.parameters()).device
         self.axes = 3 if hasattr(backbone, "get_rope_index") else 1  # of positions: frame, row, column (2409.12191)
-        # Whether the places of an image see one another (Gemma 3), so that it cannot be read in two passes.
-        self.sees_ahead = "token_type_ids" in inspect.signature(self.backbone.forward).parameters
+        # The arguments that tell the places of images where these see one another.
+        self.place_names = place_names(self.backbone)
+        # Whether layers read ids beside embeddings (Gemma 4's embeddings of each layer).
+        self.reads_ids = "per_layer_inputs" in inspect.signature(self.backbone.forward).parameters
         self.tower_passes = 0
         self._output_class: Any = None  # of the tower's output
         self._in_lists = False  # whether it has lists of tensors
         self._features: OrderedDict[str, Features] = OrderedDict()  # by the whole hash, the oldest first
         self._kept_bytes = 0
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Return whether the places of an image see one another, so that it cannot be read in two passes."""
+        return bool(self.place_names)
 
     # ---- features ----
 
@@ -299,7 +321,8 @@ class ImageInputs:
     def _encoded(self, pooled: Tensor, deep: list[Tensor]) -> Any:
         """Return features in the shape of the library's output."""
         whole = [pooled] if self._in_lists else pooled
-        return self._output_class(pooler_output=whole, deepstack_features=[[each] for each in deep])
+        layers = {"deepstack_features": [[each] for each in deep]} if deep else {}
+        return self._output_class(pooler_output=whole, **layers)
 
     # ---- passes ----
 
@@ -320,8 +343,8 @@ class ImageInputs:
         pooled = torch.cat([features.pooled[where] for features, where in found])
         layers = range(len(found[0][0].deep))
         deep = [torch.cat([features.deep[layer][where] for features, where in found]) for layer in layers]
-        encoded = self._encoded(pooled, deep) if deep else None
-        return ImagePass(places, pooled, encoded, marks_places=self.sees_ahead)
+        encoded = self._encoded(pooled, deep) if deep or self.reads_ids else None
+        return ImagePass(places, pooled, encoded, place_names=self.place_names)
 
     def positions(self, row: list[int]) -> RowPositions:
         """Return the positions of the tokens of a prompt, or of what comes first in a row."""
@@ -337,6 +360,16 @@ class ImageInputs:
             ids, mm_token_type_ids=is_image.long(), image_grid_thw=torch.cat(grids), attention_mask=torch.ones_like(ids)
         )
         return RowPositions(found[:, 0], shift=int(found.max()) + 1 - len(row))
+
+
+def place_names(backbone: Any) -> tuple[str, ...]:
+    """Return the arguments of a model in which the places of an image see one another: Gemma 3 in every layer, the
+    larger ones of Gemma 4 in layers with a window. Qwen's take `mm_token_type_ids` for positions, which are given.
+    """
+    config = backbone.config.get_text_config()
+    if getattr(config, "use_bidirectional_attention", None) == "vision":
+        return ("mm_token_type_ids",)
+    return ("token_type_ids",) if "token_type_ids" in inspect.signature(backbone.forward).parameters else ()
 
 
 def within(picture: Picture, max_pixels: int) -> Picture:

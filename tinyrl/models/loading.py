@@ -309,6 +309,12 @@ def load_causal_lm(
     return _load(path, AutoModelForCausalLM, what=what, random_init=random_init, revision=revision, options=options)
 
 
+def comes_with_tower(config: PretrainedConfig) -> bool:
+    """Return whether transformers loads the model's language model with its vision tower only (SmolVLM, Qwen2.5-VL)."""
+    has_text_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not has_text_class
+
+
 def check_has_tower(config: PretrainedConfig) -> None:
     """Raise ValueError for the configuration of a model that reads no images."""
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -347,9 +353,7 @@ def _load(
     options["attn_implementation"] = None  # sdpa, and eager where a model's soft-cap or sinks are beyond it (Gemma-2)
     with reading(f"cannot load {what} from {path!r} (config.json, *.safetensors)", resolved):
         config = read_config(resolved, revision=revision, trust_remote_code=options["trust_remote_code"])
-        has_text_class = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
-        has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        if auto is AutoModelForCausalLM and has_tower and not has_text_class:
+        if auto is AutoModelForCausalLM and comes_with_tower(config):
             raise ValueError(
                 f"transformers has no class for the language model of {config.model_type} alone; "
                 "model.with_images=true loads it with its tower, also for rows of text"

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tinyrl.models.lora import POLICY_ADAPTER
 from tinyrl.models.policy import Policy
+from tinyrl.models.policy_files import critic_modules
 
 MOMENT_BYTES = {"adamw": 8, "adamw8bit": 2}  # of a trained parameter
 STATE_BYTES = 32_000  # of a checkpoint's random numbers, configuration and counters
@@ -46,10 +47,12 @@ def describe_memory(policy: Policy, *, reward_model: nn.Module | None = None, sa
 
 
 def checkpoint_bytes(policy: Policy) -> int:
-    """Estimate a checkpoint's bytes: trained weights and Adam's two moments in float32, a whole model's frozen tower,
-    and the run's state.
+    """Estimate a checkpoint's bytes: trained weights and Adam's two moments in float32, the frozen tower of each model
+    that is written whole (the policy, a separate critic), and the run's state.
     """
-    is_whole = policy.adapters.peft is None
+    whole = [*critic_modules(policy).values()]
+    if policy.adapters.peft is None:
+        whole.append(policy.causal)
     trained = {id(parameter) for parameters in policy.parameters.values() for parameter in parameters.values()}
-    frozen = [p for p in policy.causal.parameters() if id(p) not in trained] if is_whole else []
-    return 3 * 4 * policy.num_trained + weight_bytes(frozen) + STATE_BYTES
+    frozen = sum(weight_bytes(p for p in model.parameters() if id(p) not in trained) for model in whole)
+    return 3 * 4 * policy.num_trained + frozen + STATE_BYTES

@@ -63,7 +63,7 @@ def _adapters(policy: Policy) -> list[SavedAdapter]:
     return found
 
 
-def _critic_modules(policy: Policy) -> dict[str, nn.Module]:
+def critic_modules(policy: Policy) -> dict[str, nn.Module]:
     """Return the critic's modules that a checkpoint holds whole, by file."""
     found = dict[str, nn.Module]()
     if policy.critic_model is not None and not isinstance(policy.critic_model, PeftModel):
@@ -80,7 +80,7 @@ def save_policy(policy: Policy, folder: Path) -> None:
     if policy.adapters.peft is None:
         policy.causal.save_pretrained(folder, max_shard_size="10000GB")
     _save_tokenizer(policy, folder)
-    for file, module in _critic_modules(policy).items():
+    for file, module in critic_modules(policy).items():
         (folder / file).parent.mkdir(exist_ok=True)
         save_file({n: t.detach().contiguous().cpu() for n, t in module.state_dict().items()}, folder / file)
 
@@ -114,7 +114,7 @@ def restore_policy(policy: Policy, folder: Path, *, only: Literal["policy", "cri
     if policy.adapters.peft is None and only != "critic":
         load_saved_model(policy.causal, folder)
     if only != "policy":
-        for file, module in _critic_modules(policy).items():
+        for file, module in critic_modules(policy).items():
             load_weights(module, folder / file)
     policy.keep_trainable()
 

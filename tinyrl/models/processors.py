@@ -1,8 +1,8 @@
-"""Load what turns pictures into a model's inputs: its processor, without the part for videos.
+"""Load what turns pictures into a model's inputs: its processor, without the parts for videos and sound.
 
 The library loads a processor with all its parts, and videos need torchvision (Qwen's, SmolVLM's). Images do not, by the
-PIL backend of their processor, so the video part is left out. Processor files are copied from the base as they are: to
-other programs a checkpoint and an export are read as the base is.
+PIL backend of their processor, so the other parts are left out. Processor files are copied from the base as they are:
+to other programs a checkpoint and an export are read as the base is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ OWN_SETTINGS = "processor_config.json"
 # Read in this order for the name of a processor's class.
 NAMING = (OWN_SETTINGS, IMAGE_SETTINGS, "tokenizer_config.json")
 PROCESSOR_FILES = (OWN_SETTINGS, IMAGE_SETTINGS, "video_preprocessor_config.json", "chat_template.json")
-VIDEO_PART = "video_processor"
-PARTS = ("image_processor", "tokenizer", VIDEO_PART, "chat_template")
+LEFT_OUT = ("video_processor", "feature_extractor")  # parts for videos and sound (Gemma 4's)
+PARTS = ("image_processor", "tokenizer", *LEFT_OUT, "chat_template")
 
 
 def load_processor(path: str, *, tokenizer: PreTrainedTokenizerBase, revision: str | None = None) -> ProcessorMixin:
@@ -42,11 +42,10 @@ def load_processor(path: str, *, tokenizer: PreTrainedTokenizerBase, revision: s
         own = settings[OWN_SETTINGS]
         if not settings[IMAGE_SETTINGS] and "image_processor" not in own:
             raise ValueError(f"it has no {IMAGE_SETTINGS}, so it cannot read rows with images")
-        kind = _without_videos(_processor_class(path, settings, revision))
+        kind = _for_images_alone(_processor_class(path, settings, revision))
         parameters = inspect.signature(kind.__init__).parameters
         options: dict[str, Any] = {n: v for n, v in own.items() if n in parameters and n not in PARTS}
-        if VIDEO_PART in parameters:
-            options[VIDEO_PART] = None
+        options |= {name: None for name in LEFT_OUT if name in parameters}
         options["image_processor"] = AutoImageProcessor.from_pretrained(resolved, revision=revision)
         options["tokenizer"] = copy.deepcopy(tokenizer)
         return kind(chat_template=tokenizer.chat_template, **options)
@@ -77,10 +76,18 @@ def _processor_class(path: str, settings: dict[str, dict[str, Any]], revision: s
     return kind
 
 
-def _without_videos(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """Return a processor's class with no part for videos."""
-    parts = [name for name in kind.get_attributes() if name != VIDEO_PART]
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(lambda _: parts)})
+class _WithoutParts(ProcessorMixin):
+    """Takes no parts that are left out; some processors (Gemma 4's) hand on by name all that they were given."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **{name: part for name, part in named.items() if name not in LEFT_OUT})
+
+
+def _for_images_alone(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
+    """Return a processor's class with no parts for videos and sound."""
+    parts = [name for name in kind.get_attributes() if name not in LEFT_OUT]
+    bases: Any = (kind, _WithoutParts)
+    return type(kind.__name__, bases, {"get_attributes": classmethod(lambda _: parts)})
 
 
 def _written(resolved: str, name: str, revision: str) -> dict[str, Any]:

@@ -65,5 +65,6 @@ def check_takes_features(model: PreTrainedModel) -> None:
     if FEATURES not in inspect.signature(model.base_model.forward).parameters:
         raise ValueError(
             f"{name} takes no features of images ({FEATURES}) in transformers {transformers.__version__}; "
-            f"{TRIED_VERSION} is tried, on Qwen2.5-VL, Qwen3-VL, Qwen3.5, SmolVLM, Gemma 3, InternVL and GLM-4V"
+            f"{TRIED_VERSION} is tried, on Qwen2.5-VL, Qwen3-VL, Qwen3.5, SmolVLM, Gemma 3 and 4, InternVL, GLM-4V and "
+            "LFM2-VL"
         )

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from tinyrl.data.images import with_marks_shown
+from tinyrl.data.images import shown_text
 from tinyrl.data.messages import as_messages, asked_of
 from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
@@ -88,7 +88,7 @@ def find_holes(score: Score, task: Task, rows: list[Row], answers: RightAnswers)
     right = answers.values
     where = [*right]
     values = list(dict.fromkeys(right.values()))
-    prompts = [with_marks_shown(as_messages(asked_of(task.prompt(rows[i])))[-1]["content"]) for i in where]
+    prompts = [shown_text(as_messages(asked_of(task.prompt(rows[i])))[-1]) for i in where]
     fields = [_fields(prompt, right[i], values) for prompt, i in zip(prompts, where, strict=True)]
 
     def scored(many: list[Texts]) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tinyrl.config.sections import RewardConfig
-from tinyrl.data.images import images_of, with_marks_shown
+from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.data.thoughts import ends_in_thought
 from tinyrl.environments import Transcript
@@ -515,4 +515,4 @@ def _end_of(prompt: Prompt) -> str:
         return prompt[-PROMPT_CHARS:]
     asked = [message for message in prompt if message["role"] == "user"]
     last = asked[-1] if asked else prompt[-1]
-    return with_marks_shown(last["content"])[-PROMPT_CHARS:]
+    return shown_text(last)[-PROMPT_CHARS:]

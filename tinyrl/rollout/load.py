@@ -7,11 +7,14 @@ import os
 from contextlib import nullcontext
 from datetime import date
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tinyrl.config.conflicts import conflicts
 from tinyrl.config.derive import with_num_steps
+from tinyrl.config.refusal import raise_first
 from tinyrl.config.schema import Config
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.generation.engine import SamplingEngine, end_at_turn_end
@@ -19,7 +22,13 @@ from tinyrl.generation.engines import select_engine
 from tinyrl.generation.turns import load_episode_runner
 from tinyrl.models.build import build_policy, build_reward_model
 from tinyrl.models.device import cores_here, make_device, resolve_dtype, seed_generators, threads_for
-from tinyrl.models.loading import check_vocabulary, embedding_rows, load_tokenizer
+from tinyrl.models.loading import (
+    check_vocabulary,
+    comes_with_tower,
+    embedding_rows,
+    load_model_config,
+    load_tokenizer,
+)
 from tinyrl.models.parallel import world
 from tinyrl.models.policy import Policy
 from tinyrl.models.tokens import DATE, asks_for_date
@@ -46,7 +55,7 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add up in another order
         torch.use_deterministic_algorithms(True, warn_only=True)
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=trust)
-    config = _with_date(config, tokenizer)
+    config = _with_tower(_with_date(config, tokenizer), trust)
     policy = build_policy(config, tokenizer=tokenizer, device=run_device, trust_remote_code=trust, teacher=teacher)
     check_vocabulary(tokenizer, policy.causal, path=model.path)
     if policy.critic_model is not None:  # it reads the policy's tokens
@@ -55,6 +64,19 @@ def load_policy(config: Config, *, options: Options, teacher: bool = False) -> P
         check_vocabulary(tokenizer, policy.critic_model, path=critic, sampled=rows)
     end_at_turn_end(policy.causal, tokenizer, config.task)
     return policy
+
+
+def _with_tower(config: Config, trust_remote_code: bool) -> Config:
+    """Record that a model is loaded with its vision tower, also for rows of text, where it cannot be loaded without.
+    Raises Refusal where the tower conflicts with another setting.
+    """
+    model = config.model
+    where: dict[str, Any] = {"revision": model.revision, "trust_remote_code": trust_remote_code}
+    if model.with_images is not None or not comes_with_tower(load_model_config(model.path, **where)):
+        return config
+    config = config.model_copy(update={"model": model.model_copy(update={"with_images": True})})
+    raise_first(conflicts(config))
+    return config
 
 
 def _with_date(config: Config, tokenizer: PreTrainedTokenizerBase) -> Config:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tinyrl.data.formats import ANSWERED_COLUMNS, ASKED_COLUMNS, beginning
 from tinyrl.data.image_rows import images_of
-from tinyrl.data.images import IMAGE_MARK, with_marks_shown
+from tinyrl.data.images import IMAGE_MARK, shown_text
 from tinyrl.data.messages import Message, Prompt, as_messages, asked_of, prompt_of
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import MARKS, NOT_CONTENT
@@ -137,7 +137,7 @@ def prepare_prompts(
                 prompt = prompt_of(task.prompt(rows[index]))
                 opened = prompt if openings is None else with_opening(prompt, openings[index])
                 if characters_of(opened) > most:
-                    text = with_marks_shown(str(as_messages(opened)[0]["content"])[:SHOWN])
+                    text = shown_text(as_messages(opened)[0])[:SHOWN]
                     long.append(LongPrompt(index, text, None))
                     continue
                 own.append(prompt)

@@ -26,7 +26,7 @@ from tinyrl.data.formats import (
     refuse_media,
     with_prompt,
 )
-from tinyrl.data.images import images_of, with_marks_shown
+from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import (
@@ -318,11 +318,7 @@ def row_texts(run: RunDir, keys: dict[int, str], notes: list[str]) -> dict[int, 
     except (OSError, ValueError) as error:
         notes.append(f"prompts are shown without their texts: {first_line(error)}")
         return {}
-    found = dict[int, str]()
-    for i, key in keys.items():
-        if key in prompts:
-            found[i] = with_marks_shown(str(as_messages(prompts[key])[-1]["content"]))
-    return found
+    return {i: shown_text(as_messages(prompts[key])[-1]) for i, key in keys.items() if key in prompts}
 
 
 def export_rows(config: Config, keys: set[str], file: Path) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import IMAGE_MARK, Image, images_of
+from tinyrl.data.images import IMAGE_MARK, Image, images_of, shown_text
 from tinyrl.data.messages import Message, Prompt, as_messages, prompt_of
 from tinyrl.environments.environment import Episode
 from tinyrl.evaluation.targets import Target
@@ -152,7 +152,7 @@ class ChatSession:
         chats = self.chats and isinstance(asked, str)
         prompt = self._prepare([*self.messages, self._message(str(asked))] if chats else asked)
         if isinstance(asked, int):
-            on_text("prompt", str(as_messages(prompt.prompt)[-1]["content"]).replace(IMAGE_MARK, "(image) "))
+            on_text("prompt", shown_text(as_messages(prompt.prompt)[-1]))
         self.answer = answer = self._answer(prompt, on_text)
         if self.chats and not isinstance(prompt.prompt, str):
             added: list[Message] = [{"role": "assistant", "content": prompt.opened + answer.text}]

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from tinyrl.data.images import with_marks_shown
+from tinyrl.data.images import shown_text
 from tinyrl.data.messages import Prompt
 from tinyrl.process.errors import GuardStop
 from tinyrl.text import one_line
@@ -45,8 +45,8 @@ def describe_failures(failed: list[tuple[Prompt, str]]) -> str:
     is named by its last message.
     """
     prompt, reason = failed[0]
-    text = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
-    first = f"Prompt '{one_line(with_marks_shown(text), PROMPT_CHARS)}': {reason}"
+    text = prompt if isinstance(prompt, str) else shown_text(prompt[-1]) if prompt else ""
+    first = f"Prompt '{one_line(text, PROMPT_CHARS)}': {reason}"
     kinds = Counter(_kind(reason) for _, reason in failed)
     if len(kinds) == 1:
         return first

@@ -24,7 +24,7 @@ import psutil
 
 from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
-from tinyrl.data.images import with_marks_shown
+from tinyrl.data.images import shown_text
 from tinyrl.data.rows import row_key
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
@@ -243,8 +243,7 @@ def check_rows(prepared: PreparedRun, *, quick: bool) -> CheckSection:
     if config.samples:
         gold = task.gold(row)
         prompt = task.prompt(row)
-        text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-        text = with_marks_shown(text)
+        text = prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {shown_text(m)}" for m in prompt)
         lines += [f"prompt: {one_line(text, SHOWN)!r}", f"reference answer: {one_line(repr(gold), SHOWN // 4)}"]
         lines += [] if gold is not None else ["the task knows no reference answers"]
         if config.task.data is not None and task.name == "sort":

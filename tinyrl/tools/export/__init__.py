@@ -117,6 +117,9 @@ def export(
             notes = [*compare_adapter(config, checkpoint, writing, **how), *_notes_on_experts(writing)]
         if day := config.task.chat_template_kwargs.get(DATE):
             notes.append(f"the chat template shows today's date, which was {day} in training")
+        if config.model.with_images:
+            most = f"{config.task.max_pixels:,} pixels (task.max_pixels)"
+            notes.append(f"images above {most} were scaled down in training; other programs go by the processor")
         reader = None if served.is_as_trained else served.class_name
         about: dict[str, Any] = {"name": name, "dtype": saved, "notes": notes, "reader": reader}
         _describe(writing, run, config, step=checkpoint_step(checkpoint), **about)
