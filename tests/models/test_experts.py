@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.models.building import logprobs, lora, lora_roles, stir
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels
-from tinyrl.models.experts import expert_parameters, expert_targets
+from tinyrl.models.experts import expert_parameters, expert_targets, routers
 from tinyrl.models.loading import load_causal_lm
 from tinyrl.models.lora import with_experts, wrap_in_lora
 from tinyrl.models.policy import Policy
@@ -118,6 +118,20 @@ def test_all_linear_leaves_experts_and_routers_out(tiny: TinyModels, kind: str):
     policy = lora_roles(tiny(kind), experts=None)
     assert not [module for module in policy.causal.modules() if isinstance(module, ParamWrapper)]
     assert any("q_proj.lora_A" in name for name in policy.parameters["policy"])
+
+
+def test_all_linear_leaves_a_router_out_that_is_a_linear_layer(tiny: TinyModels):
+    policy = lora_roles(tiny("phi-moe"), experts="experts")
+    assert routers(policy.causal) == [f"model.layers.{i}.mlp.router" for i in range(2)]
+    assert not [name for name in policy.parameters["policy"] if ".router." in name]
+    assert [name for name in policy.parameters["policy"] if ".q_proj." in name]
+
+
+def test_the_start_names_layers_that_peft_takes_for_experts(tiny: TinyModels):
+    """Of a dense layer and a shared expert, by the names that experts once had."""
+    said = lora_roles(tiny("glm-moe"), experts="experts").describe_passes()
+    assert "down_proj, gate_proj, up_proj" in said
+    assert "down_proj" not in lora_roles(tiny("gpt-oss"), experts="experts").describe_passes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

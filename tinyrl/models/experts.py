@@ -59,6 +59,21 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def routers(model: nn.Module) -> list[str]:
+    """Return the names of the linear layers beside experts that score them, an output an expert."""
+    modules = dict(model.named_modules())
+    found = set[str]()
+    for name, module in modules.items():
+        if not is_experts(module):
+            continue
+        block = name.replace(INSIDE_WRAPPER, "").rpartition(".")[0]
+        count = next(len(matrices) for _, matrices in _matrices(module))
+        for inside, layer in modules[block].named_modules(prefix=block):
+            if isinstance(layer, nn.Linear) and layer.out_features == count:
+                found.add(inside.replace(INSIDE_WRAPPER, ""))
+    return sorted(found)
+
+
 def expert_targets(model: PreTrainedModel, wanted: str | Sequence[str]) -> list[str]:
     """Return names for PEFT's target_parameters: those of all experts (`experts`), or the `wanted` ones. Raises
     ValueError where a name is of no experts: routers and other weights stay as they are.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tinyrl.models.experts import expert_targets
+from tinyrl.models.experts import expert_targets, routers
 from tinyrl.models.reading import ADAPTER_FILES, reading
 from tinyrl.models.towers import decoder_name, tower_names, tower_pattern
 from tinyrl.text import first_line
@@ -62,12 +62,18 @@ def lora_config(*, r: int, alpha: float, dropout: float, target_modules: str | l
 
 def with_experts(config: LoraConfig, model: PreTrainedModel, wanted: str | list[str] | None) -> LoraConfig:
     """Put adapters on the `wanted` matrices of experts, as lora.target_parameters names them, and leave other bare
-    parameters out, routers among them. Raises ValueError where they are not in the model.
+    parameters out; of `all-linear` also routers, whatever they are. Raises ValueError where `wanted` are not in the
+    model.
     """
     if wanted == PEFTS_OWN:
         return config
     parameters = None if wanted is None else expert_targets(model, wanted)
-    return replace(config, target_modules=_linear_targets(config, model), target_parameters=parameters)
+    excluded = config.exclude_modules
+    if config.target_modules == ALL_LINEAR and (scoring := routers(model)):
+        refused = without_refused(config, model).exclude_modules or ()
+        excluded = [*refused, *scoring]
+    modules = _linear_targets(config, model)
+    return replace(config, target_modules=modules, target_parameters=parameters, exclude_modules=excluded)
 
 
 def _linear_targets(config: LoraConfig, model: PreTrainedModel) -> Any:

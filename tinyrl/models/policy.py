@@ -44,13 +44,13 @@ from tinyrl.models.checks import (
     supports_fused_layers,
 )
 from tinyrl.models.device import Device, move_to_device, to_device
-from tinyrl.models.experts import compute_experts, expert_parameters
+from tinyrl.models.experts import compute_experts, expert_parameters, routers
 from tinyrl.models.frozen_copy import frozen_copy
 from tinyrl.models.image_inputs import ImageExpander, ImageInputs
 from tinyrl.models.kernels import Kernels
 from tinyrl.models.loading import embedding_rows
 from tinyrl.models.logprobs import Head, ValueHead, head_of, token_logprobs
-from tinyrl.models.lora import NOT_ADAPTABLE, POLICY_ADAPTER, base_of, config_of
+from tinyrl.models.lora import ALL_LINEAR, NOT_ADAPTABLE, POLICY_ADAPTER, base_of, config_of
 from tinyrl.models.micro_batches import MicroBatches, SequenceLengths, Work
 from tinyrl.models.parallel import World, world
 from tinyrl.models.recomputation import check_recomputable, recomputing
@@ -442,6 +442,22 @@ class Policy:
             adapted = any(isinstance(layer, ParamWrapper) for layer in self.adapters.layers(POLICY_ADAPTER))
             others = "" if adapted else ", none on its experts (lora.target_parameters=experts)"
             yield f"LoRA on {self.adapters.share(POLICY_ADAPTER):.1%} of the weights{others}"
+            if namesakes := self._layers_left_out():
+                yield f"without LoRA: {', '.join(namesakes)}, whose names PEFT takes for the experts'"
+
+    def _layers_left_out(self) -> list[str]:
+        """Return the names of linear layers that `all-linear` does not reach beside experts, but for routers."""
+        if self.config.lora.target_modules != ALL_LINEAR or self.config.model.adapter is not None:
+            return []
+        decoder = self.causal.get_decoder()
+        adapted = {id(layer.get_base_layer()) for layer in self.adapters.layers(POLICY_ADAPTER)}
+        scoring = {name.rpartition(".")[2] for name in routers(self.causal)}
+        plain = {
+            name.rpartition(".")[2]
+            for name, module in decoder.named_modules()
+            if isinstance(module, nn.Linear) and id(module) not in adapted and "lora_" not in name
+        }
+        return sorted(plain - scoring)
 
     @property
     def num_trained(self) -> int:
