@@ -37,7 +37,7 @@ from tinyrl.process.errors import CodeChanged, Interrupted
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.best import ended_early
+from tinyrl.runs.best import is_finished
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.resolve import changed_config, model_facts
@@ -175,9 +175,7 @@ class OpenedRun:
 
     @property
     def finished(self) -> bool:
-        steps = read_steps(self._folder.metrics, [])
-        is_done = bool(steps) and max(steps) >= self.config.run.num_steps
-        return is_done or bool(ended_early(self._folder, steps))
+        return is_finished(self._folder, read_steps(self._folder.metrics, []))
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Return lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""

@@ -135,6 +135,11 @@ def typed(session: ChatSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     return transcript
 
 
+def test_the_reward_of_a_question_of_ones_own_says_how_to_ask_a_row(session: ChatSession, typed: Any) -> None:
+    assert "/prompt I" in typed(ASKED, "/reward")
+    assert "/prompt I" not in typed("/prompt 1", "/reward")
+
+
 def test_commands_do_what_help_says(session: ChatSession, typed: Any) -> None:
     asked = ["", "/reward", ASKED, "/reward", "/temperature 0", "/temperature x", "/prompt 1", "/prompt 0.5"]
     written = typed(*asked, "/what", "/quit", "/reset")

@@ -1,6 +1,7 @@
 """`tinyrl export`: folders that transformers and PEFT load alone and that answer the same; a card that harms nobody."""
 
 import json
+import re
 import shutil
 from functools import partial
 from importlib.util import find_spec
@@ -287,6 +288,30 @@ def test_the_card_has_base_data_rewards_and_the_evaluation_at_the_checkpoint():
     assert "/somewhere" not in text  # a folder of this machine is nobody's business
     assert "0.900" not in text
     assert "| reward_mean | 0.750 (95 %: 0.700 to 0.800) |" in text
+
+
+def test_the_card_leads_with_the_score_before_and_after():
+    first = card().partition("# my-run\n\n")[2].partition("\n")[0]
+    assert re.findall(r"\d\.\d+", first) == ["0.250", "0.200", "0.300", "0.750", "0.700", "0.800"]
+
+
+def test_scores_of_another_reward_are_not_on_the_card():
+    config = config_of({"method": "grpo"})
+    text = model_card(config, STEPS, name="run", step=20, dtype=None, notes=[], picture=False, since=10)
+    assert "0.250" not in text
+    assert "**0.750**" in text
+
+
+def test_the_card_of_a_method_without_a_reward_leads_with_the_loss():
+    config = config_of({"method": "sft", "task": {"data": "rows.jsonl"}})
+    losses = {0: {"eval/loss": 3.5}, 20: {"eval/loss": 1.25}}
+    text = model_card(config, losses, name="my-run", step=20, dtype=None, notes=[], picture=False)
+    assert re.search(r"# my-run\n\nHeld-out loss.*3\.50.*1\.25", text)
+
+
+def test_the_card_says_that_a_policy_reads_pictures():
+    assert "pictures" in card(model={"path": "Qwen/Qwen3-VL", "with_images": True})
+    assert "pictures" not in card()
 
 
 def test_the_lines_that_use_an_adapter_load_its_base():

@@ -29,6 +29,7 @@ OF_A_NEW_RUN = ("METHOD", "--name", "--output-dir", "--overwrite", "--from")
 OF_TRAIN: tuple[Rule, ...] = (
     Excludes("--resume", OF_A_NEW_RUN, "the run goes on as it is, with settings as section.key=value at most"),
     Excludes("--from", ("METHOD", "--overwrite"), "method and recipe are those of the run it starts from"),
+    Excludes("--seeds", ("--resume", "--from", "--until"), "each seed is a new run to its end, or goes on to it"),
     Needs("--allow-config-change", ("--resume",), "it allows other settings in a run that goes on"),
 )
 
@@ -47,12 +48,21 @@ def train(
     allow_config_change: bool = typer.Option(
         False, "--allow-config-change", help="with --resume: allow changed settings, data or code"
     ),
+    seeds: str | None = typer.Option(
+        None, metavar="N|A,B,...", help="train N seeds from run.seed on, or these, one after another; one report"
+    ),
     until: int | None = typer.Option(None, min=1, metavar="STEP", help="stop after this step and save a checkpoint"),
     *,
     options: Options,
 ) -> Callable[[], int] | None:
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
+    if seeds is not None:
+        from tinyrl.cli.seeds import prepare_seeds, train_seeds  # with subprocesses
+
+        where: dict[str, Any] = {"name": name, "output_dir": output_dir or "runs", "overwrite": overwrite}
+        runs = prepare_seeds(words, typed_config(words), seeds=seeds, options=options, **where)
+        return partial(train_seeds, runs)
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     if resume is not None:

@@ -71,8 +71,17 @@ def interval(values: Sequence[float]) -> list[float]:
     if len(valid) >= MANY:
         means = np.random.default_rng(0).choice(np.array(valid), (2000, len(valid))).mean(1)
         return [float(q) for q in np.quantile(means, [TAIL, 1 - TAIL])]
-    half = float(stdtrit(len(valid) - 1, 1 - TAIL) * np.std(valid, ddof=1)) / math.sqrt(len(valid))
-    return [mean(valid) - half, mean(valid) + half]
+    return t_interval(valid)
+
+
+def t_interval(values: Sequence[float]) -> list[float]:
+    """Return [low, high] of the mean, mean -+ t s / sqrt(n) with Student's t of n - 1 degrees of freedom; NaN for fewer
+    than two values, or all equal ones.
+    """
+    if len(values) < 2 or all_equal(values):
+        return [math.nan, math.nan]
+    half = float(stdtrit(len(values) - 1, 1 - TAIL) * np.std(values, ddof=1)) / math.sqrt(len(values))
+    return [mean(values) - half, mean(values) + half]
 
 
 # ---- verdicts on the samples of each prompt ----

@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
 from tinyrl.formatting import format_number
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.records import json_lines, reward_changes, to_float
-from tinyrl.runs.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from tinyrl.runs.run_dir import RunDir
 
 REWARD = "eval/reward_mean"
 REWARD_INTERVAL = "eval/reward_ci"
@@ -103,6 +105,12 @@ def ended_early(run: RunDir, steps: dict[int, dict[str, Any]]) -> str:
     """Return why a run ended before its last step, as `early_end`; steps: its lines of metrics.jsonl."""
     counts = bool(steps) and WITHOUT_GAIN in steps[max(steps)]
     return early_end(steps, patience=run.read_config().run.patience) if counts else ""
+
+
+def is_finished(run: RunDir, steps: dict[int, dict[str, Any]]) -> bool:
+    """Return whether a run has no step left: all are done, or it ended early. steps: as `ended_early` has them."""
+    is_done = bool(steps) and max(steps) >= run.read_config().run.num_steps
+    return is_done or bool(ended_early(run, steps))
 
 
 # ---- the best checkpoint ----

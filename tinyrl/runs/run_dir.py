@@ -208,13 +208,8 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
     Nothing outside `output_dir` is ever made or deleted, and only a tinyrl run or an empty folder is overwritten.
     """
     root = Path(output_dir)
-    if name is not None and not _NAME.fullmatch(name):
-        raise ValueError(
-            f"--name {name!r}: a run's name is made of at most 100 letters, digits, '.', '_' and '-', starts with a "
-            f"letter or digit, and stays inside {root}/"
-        )
-    if name in TAKEN_NAMES:
-        raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
+    if name is not None:
+        check_name(name, root=root)
     folder = next(p for p in (root, *root.absolute().parents) if os.path.lexists(p))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"--output-dir {root}: {folder} is not a folder that can be written to")
@@ -224,6 +219,17 @@ def check_new_run(output_dir: str, *, name: str | None, overwrite: bool) -> None
         _check_replaced(path, overwrite=overwrite)
     except FileNotFoundError:  # another process is replacing it
         raise ValueError(f"--name {name}: {path} is in use: another process replaces it at this moment") from None
+
+
+def check_name(name: str, *, root: Path) -> None:
+    """Raise ValueError for a name that no run can have, in a folder `root`."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"--name {name!r}: a run's name is made of at most 100 letters, digits, '.', '_' and '-', starts with a "
+            f"letter or digit, and stays inside {root}/"
+        )
+    if name in TAKEN_NAMES:
+        raise ValueError(f"--name {name}: this word means another model where a run is asked for; choose another name")
 
 
 def _check_replaced(path: Path, *, overwrite: bool) -> None:
@@ -251,7 +257,7 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     """
     check_new_run(output_dir, name=name, overwrite=overwrite)
     root = Path(output_dir)
-    stem = f"{config.method}-{Path(config.task.name or '').stem}-"
+    stem = run_stem(config)
     path = root / (name or stem)
     try:
         made = new_folder(path)
@@ -273,6 +279,18 @@ def create_run(output_dir: str, *, name: str | None, config: Config, overwrite: 
     return RunDir(made.folder, lock=made)
 
 
+def run_stem(config: Config) -> str:
+    """Return how the default names of a configuration's runs begin; a number follows."""
+    return f"{config.method}-{Path(config.task.name or '').stem}-"
+
+
+def next_name(root: Path, stem: str) -> str:
+    """Return `stem` with the next free number in a folder."""
+    there = [other.name.removeprefix(stem) for other in root.iterdir()] if root.is_dir() else []
+    last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
+    return f"{stem}{last + 1}"
+
+
 def _take_place(made: FolderLock, path: Path) -> None:
     """Rename a new run's folder to `path`, in place of a run that is there."""
     try:
@@ -287,10 +305,8 @@ def _take_number(made: FolderLock, stem: str) -> None:
     """Rename a new run's folder to `stem` with the next free number."""
     root = made.folder.parent
     while True:
-        there = [other.name.removeprefix(stem) for other in root.iterdir()]
-        last = max((int(n) for n in there if re.fullmatch("[0-9]{1,9}", n)), default=0)
         try:
-            made.rename(root / f"{stem}{last + 1}")
+            made.rename(root / next_name(root, stem))
             return
         except OSError as error:  # another run may take the number at this moment
             if error.errno not in IS_THERE:

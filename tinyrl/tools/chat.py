@@ -316,8 +316,8 @@ def _obey(session: ChatSession, line: str) -> None:
         scores, why = session.rewards()
         each = (f"{name} {'-' if math.isnan(score) else f'{score:.4g}'}" for name, score in scores.items())
         print(", ".join(each) + (f" ({escape_control(why.splitlines()[-1])})" if why else ""))
-        if why and session.asks_itself:
-            print("rewards that read columns of a row need the prompt of one: /prompt I")
+        if session.asks_itself:
+            print("(a question of yours has no columns, such as a reference answer: /prompt I asks held-out row I)")
     elif line and (command == "/prompt" or not command.startswith("/")):
         asked = line
         if command == "/prompt":

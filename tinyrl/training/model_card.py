@@ -18,6 +18,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.data.readers import hub_name
 from tinyrl.formatting import typeset_number
+from tinyrl.runs.best import WORDS, score_of
 from tinyrl.runs.records import to_float
 from tinyrl.text import one_line
 
@@ -34,10 +35,11 @@ def model_card(
     notes: list[str],
     picture: bool,
     reader: str | None = None,
+    since: int = -1,
 ) -> str:
     """Return README.md, from a run's configuration and the lines of its metrics.jsonl by step. dtype: of a whole
     model's weights; None: an adapter. reader: the class that reads it, where the library's auto class gives
-    another.
+    another. since: the step after which the reward was another one, so that scores up to there do not compare.
     """
     path = config.model.path
     licence = licence_of(config.model.path)
@@ -54,12 +56,15 @@ def model_card(
         "tags": ["tinyrl", config.method, *(["lora"] if config.lora.enabled else [])],
     }
     found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
+    scored = {at: score_of(line, step=at) for at, line in steps.items() if since < at <= step}
+    scores = [score for score in scored.values() if score is not None]
     environment = Environment(  # noqa: S701  `plain` escapes
         loader=PackageLoader("tinyrl.training", "."), trim_blocks=True, keep_trailing_newline=True
     )
     environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
     environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
     return environment.get_template("model_card.md").render(
+        scores=scores, words=WORDS[scores[-1].metric] if scores else "", steps=steps,
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
         reader=reader or ("AutoModelForImageTextToText" if tower else "AutoModelForCausalLM"),
         preparer=("processor", "AutoProcessor") if tower else ("tokenizer", "AutoTokenizer"),

@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from tests.tools.report.runs import grpo_run, write_run
 from tinyrl.runs.metrics import Metric
 from tinyrl.runs.records import read_run
-from tinyrl.tools.report import differing, write_overlay
+from tinyrl.tools.report import differing, seed_tables, write_overlay
 from tinyrl.tools.report.charts import (
     STYLE,
     ZOOM,
@@ -319,6 +319,27 @@ def test_more_runs_than_colours_are_refused(tmp_path: Path) -> None:
     assert [path.is_file() for path in write_overlay(runs[:8], tmp_path / "new")] == [True, True]
 
 
+def test_seeds_have_a_table_with_their_mean_and_its_t_interval(tmp_path: Path) -> None:
+    """Of 0.2, 0.4 and 0.6: 0.4 -+ 4.303 * 0.2 / sqrt(3). What not all have is left out."""
+    paths = []
+    for seed, reward in enumerate((0.2, 0.4, 0.6)):
+        line = {
+            "step": 5 + seed,
+            "eval/reward_mean": reward,
+            "eval/mean_length": 3.0,
+            "eval/kl": 1.0 if seed > 0 else None,
+        }
+        paths.append(write_run(tmp_path / f"{seed}", [line], config={"method": "grpo", "run": {"seed": seed}}))
+    [table] = seed_tables(paths)
+    assert table.columns == ["seed 0", "seed 1", "seed 2", "mean", "95 % t interval"]
+    assert table.rows == {
+        "Steps": ["5", "6", "7", "", ""],
+        "Reward": ["0.200", "0.400", "0.600", "0.400", "\u22120.0968 to 0.897"],
+        "Length": ["3", "3", "3", "3", "equal"],
+    }
+    assert seed_tables(paths[:1]) == []
+
+
 def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Path) -> None:
     paths = []
     for rate, rewards in ((0.1, (0.1, 0.2, 0.3)), (0.2, (0.4,))):
@@ -335,4 +356,4 @@ def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Pat
         assert panel.lines[0].intervals[2] == pytest.approx((0.2, 0.6))
     assert held.lines[1].intervals[2] == (0.0, 1.0)  # of one run the interval of its own prompts
     assert training.lines[1].intervals == {}
-    assert "seeds from 0.200 to 0.600" in outcome(runs[0].run)
+    assert "95 % t interval over seeds \u22120.0968 to 0.897" in outcome(runs[0].run)

@@ -46,7 +46,7 @@ from tinyrl.models.tokens import DATE, token_ids
 from tinyrl.runs.checkpoint import check_room, checkpoint_step
 from tinyrl.runs.folders import LOCK, written_whole
 from tinyrl.runs.places import checkpoint_of, run_of
-from tinyrl.runs.records import read_steps, samples_of
+from tinyrl.runs.records import read_steps, reward_changes, samples_of
 from tinyrl.runs.run_dir import RunDir, open_run
 from tinyrl.text import one_line
 from tinyrl.tools.export.modelfile import MODELFILE, Modelfile, modelfile, with_older_names
@@ -169,7 +169,8 @@ def _describe(
         shutil.copyfile(drawn, folder / PICTURE)
     steps = read_steps(run.metrics, [])
     about: dict[str, Any] = {"name": name, "step": step, "dtype": dtype, "notes": notes, "reader": reader}
-    card = model_card(config, steps, picture=has_picture, **about)
+    since = max(reward_changes(run.read_environment()), default=-1)
+    card = model_card(config, steps, picture=has_picture, since=since, **about)
     (folder / "README.md").write_text(card, encoding="utf-8")
     facts = {"tinyrl": tinyrl.__version__, "run": name, "step": step, "dtype": dtype, "notes": notes}
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
-from tinyrl.tools.report.panels import Panel, RunGroup, cells, group_runs, overlaid, panels_of
+from tinyrl.tools.report.panels import Panel, RunGroup, SeedTable, cells, group_runs, overlaid, panels_of, seed_table
 from tinyrl.tools.report.thumbnails import Thumbnails
 
 MOST_PROMPTS = 8
@@ -59,6 +59,12 @@ def write_overlay(run_dirs: list[Path], folder: Path) -> list[Path]:
     text = "\n".join(f"{one.letter}  {one_line(one.name, 60)}: {figures.outcome(one.run)}" for one in groups)
     folder.mkdir(parents=True, exist_ok=True)
     return _write(folder, overlaid(groups), overlay_values(groups), title=f"{len(run_dirs)} runs", outcome=text)
+
+
+def seed_tables(run_dirs: list[Path]) -> list[SeedTable]:
+    """Return the table of each setting of which there are several seeds."""
+    groups = group_runs([records.read_run(Path(run_dir)) for run_dir in run_dirs])
+    return [table for group in groups if (table := seed_table(group)) is not None]
 
 
 def _write(folder: Path, panels: list[Panel], values: dict[str, Any], **about: str) -> list[Path]:
@@ -119,6 +125,7 @@ def overlay_values(groups: list[RunGroup]) -> dict[str, Any]:
         "runs": groups,
         "notes": [f"{group.letter}: {note}" for group in groups for run in group.seeds for note in run.notes],
         "columns": figures.key_figures([group.run for group in groups]),
+        "seeds": [table for group in groups if (table := seed_table(group)) is not None],
         "differences": differing([group.run.config for group in groups]),
     }
 

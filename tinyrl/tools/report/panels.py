@@ -287,14 +287,53 @@ def group_runs(runs: list[RunRecords]) -> list[RunGroup]:
 
 
 def _mean_run(seeds: list[RunRecords]) -> RunRecords:
-    """Return the first run with the mean and the range of all metrics, at the steps that all have."""
+    """Return the first run with the mean and the range of all metrics, at the steps that all have, and the t interval
+    over seeds of held-out ones.
+    """
+    if len(seeds) == 1:
+        return seeds[0]
+    from tinyrl.evaluation.statistics import t_interval  # with scipy
+
     steps = {step: dict[str, Any]() for step in seeds[0].steps if all(step in run.steps for run in seeds)}
     for step, line in steps.items():
         for key in seeds[0].steps[step]:
             values = [to_float(run.steps[step].get(key)) for run in seeds]
             if all(map(math.isfinite, values)):
                 line |= {key: math.fsum(values) / len(values), f"{key} range": [min(values), max(values)]}
-    return replace(seeds[0], steps=steps) if len(seeds) > 1 else seeds[0]
+                if key.startswith("eval/"):
+                    line[f"{key} t"] = t_interval(values)
+    return replace(seeds[0], steps=steps)
+
+
+SEED_INTERVAL = "95 % t interval"  # over seeds: mean -+ t s / sqrt(n), Student's t with n - 1 degrees of freedom
+
+
+@dataclass(frozen=True)
+class SeedTable:
+    """The key figures of the seeds of one setting at the last step of each, their mean and its interval."""
+
+    name: str
+    columns: list[str]
+    rows: dict[str, list[str]]
+
+
+def seed_table(group: RunGroup) -> SeedTable | None:
+    """Return the table of a group of several seeds; None of a single run."""
+    if len(group.seeds) < 2:
+        return None
+    from tinyrl.evaluation.statistics import all_equal, t_interval  # with scipy
+
+    rows: dict[str, list[str]] = {"Steps": [*(f"{run.last_step:,}" for run in group.seeds), "", ""]}
+    for key, (label, metric) in key_figures(group.seeds).items():
+        values = [points[-1][1] for run in group.seeds if (points := run.finite(key))]
+        is_repeated = key == "eval/pass@1" and all(map(reward_is_pass, group.seeds))
+        if len(values) < len(group.seeds) or is_repeated:
+            continue
+        low, high = (typeset_number(end, share=metric.share) for end in t_interval(values))
+        cells = [typeset_number(value, share=metric.share) for value in [*values, fmean(values)]]
+        rows[label] = [*cells, "equal" if all_equal(values) else f"{low} to {high}"]
+    columns = [*(f"seed {run.setting('run.seed')}" for run in group.seeds), "mean", SEED_INTERVAL]
+    return SeedTable(name=group.name, columns=columns, rows=rows)
 
 
 def overlaid(groups: list[RunGroup]) -> list[Panel]:
@@ -361,8 +400,11 @@ def _first_to_last_score(run: RunRecords) -> str:
         if held:
             interval = f"{metric.held.removesuffix('_mean')}_ci"
             before, after = (run.interval(interval, step) for step in (first, last))
-            if pair := after or run.interval(f"{metric.held} range", last):
-                kind = "95 % interval" if after else "seeds from"
+            over_seeds = f"{SEED_INTERVAL} over seeds"
+            kinds = {interval: "95 % interval", f"{metric.held} t": over_seeds, f"{metric.held} range": "seeds from"}
+            found = [(kind, pair) for key, kind in kinds.items() if (pair := run.interval(key, last)) is not None]
+            if found:
+                kind, pair = found[0]
                 around = f"{kind} {typeset_number(pair[0])} to {typeset_number(pair[1])}; "
             overlap = bool(before and after and before[0] <= after[1] and after[0] <= before[1])
             caution = ", too little to call because the intervals overlap" if overlap and start != end else ""
