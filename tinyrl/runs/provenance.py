@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,3 +44,39 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found
+
+
+@dataclass(frozen=True)
+class ImageTokens:
+    """How many tokens the images of a run take, as env.json has it."""
+
+    count: int
+    least: int = 0
+    median: int = 0
+    most: int = 0
+
+    @staticmethod
+    def of(counts: list[int]) -> ImageTokens:
+        """Summarise the tokens of each image."""
+        if not counts:
+            return ImageTokens(count=0)
+        ordered = sorted(counts)
+        middle = ordered[len(ordered) // 2]
+        return ImageTokens(count=len(ordered), least=ordered[0], median=middle, most=ordered[-1])
+
+    @staticmethod
+    def read(value: Any) -> ImageTokens | None:
+        """Return what a record has; None for another record."""
+        names = ("count", "least", "median", "most")
+        if not isinstance(value, dict) or not all(isinstance(value.get(name), int) for name in names):
+            return None
+        return ImageTokens(**{name: value[name] for name in names})
+
+    @property
+    def words(self) -> str:
+        if self.count == 0:
+            return "no row has an image"
+        images = "1 image takes" if self.count == 1 else f"{self.count:,} images take"
+        if self.least == self.most:
+            return f"{images} {self.median:,} tokens each"
+        return f"{images} {self.least:,} to {self.most:,} tokens each, half of them at most {self.median:,}"

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tinyrl.data.images import ImageTokens, is_entry
 from tinyrl.formatting import format_bytes, format_number, format_short
 from tinyrl.runs.best import REWARD, best_first, ended_early, missed_score, score_of
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.places import AT_BEST
+from tinyrl.runs.provenance import ImageTokens
 from tinyrl.runs.records import (
     json_lines,
     read_steps,
@@ -243,9 +243,9 @@ def _indented(speaker: str, text: str, facts: Sequence[str] = ()) -> str:
 
 def _image_line(entry: Any) -> str:
     """Return the file of an image and its size in pixels."""
-    if not is_entry(entry) or not isinstance(entry["size"], list):  # of a damaged record
+    if not isinstance(entry, dict) or not isinstance(entry.get("size"), list):  # of a damaged record
         return str(entry)
-    return f"{entry['path']} ({' x '.join(map(str, entry['size']))})"
+    return f"{entry.get('path')} ({' x '.join(map(str, entry['size']))})"
 
 
 def _index(value: Any) -> str:

@@ -26,7 +26,6 @@ from tinyrl.config.derive import derive_over, read_written
 from tinyrl.config.refusal import Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
 from tinyrl.config.schema import Config
-from tinyrl.data.images import ImageTokens
 from tinyrl.models.memory import checkpoint_bytes
 from tinyrl.models.parallel import check_alike
 from tinyrl.process.launched import Options
@@ -35,7 +34,7 @@ from tinyrl.rollout.prepared import PreparedRun, prepare
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.best import Gains
 from tinyrl.runs.places import checkpoint_of, run_of
-from tinyrl.runs.provenance import provenance
+from tinyrl.runs.provenance import ImageTokens, provenance
 from tinyrl.runs.records import REWARD_CHANGED, json_object, reward_changes
 from tinyrl.runs.resolve import absolute_paths, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run, create_run, open_run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from tinyrl.data.images import IMAGE_MARK, ImageTokens
+from tinyrl.data.images import IMAGE_MARK
 from tinyrl.data.messages import Prompt
 from tinyrl.endpoint.agents import AgentRunner
 from tinyrl.formatting import format_bytes, format_number
@@ -17,6 +17,7 @@ from tinyrl.models.policy import Policy
 from tinyrl.nan import mean
 from tinyrl.rollout.collect import Collector
 from tinyrl.runs.finding import Finding, found_by
+from tinyrl.runs.provenance import ImageTokens
 from tinyrl.tasks.prompts import PreparedPrompt, render_prompt
 from tinyrl.tools.check.loaded import Answer, answers
 from tinyrl.tools.check.section import CheckSection
