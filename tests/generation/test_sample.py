@@ -3,6 +3,7 @@
 import json
 import string
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from tests import running
 from tests.tiny_models import tiny_model
 from tests.training.experiences import experience_of
+from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig
 from tinyrl.environments.environment import Episode
 from tinyrl.generation.sample import (
@@ -138,9 +140,29 @@ def not_for_these(prompts, **columns):
 PROMPTS = ["paid once", "paid nothing", "never paid", "cut off"]
 
 
+# The same as a task of one's own, which has no verifier.
+OWN_TASK = """
+from tinyrl.tasks import Task
+
+def rows(split):
+    return [{"prompt": prompt} for prompt in PROMPTS]
+
+TASK = Task(name="world", rows=rows, prompt=lambda row: row["prompt"], columns=("prompt",), respond=respond)
+"""
+
+
+def played(settings: Config) -> list[Sample]:
+    """Return two episodes of each of PROMPTS, whose turns end after a character."""
+    loaded = load_collector(prepare(settings), options=Options(device="cpu"))
+    try:
+        prompts = sorted(loaded.train_prompts, key=lambda prompt: PROMPTS.index(str(prompt.prompt)))
+        return loaded.collect(prompts, group_size=2, step=0)
+    finally:
+        loaded.close()
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    """Two episodes of each of PROMPTS, whose turns end after a character, in an order of their own."""
     folder = tmp_path_factory.mktemp("world")
     (folder / "world.py").write_text(WORLD, encoding="utf-8")
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS), encoding="utf-8")
@@ -152,12 +174,22 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
         environment={"name": f"{folder / 'world.py'}:respond", "max_turns": 3, "max_observation_tokens": 4},
         generation={"stop": [*string.printable], "max_new_tokens": 64},
     )
-    loaded = load_collector(prepare(settings), options=Options(device="cpu"))
-    try:
-        prompts = sorted(loaded.train_prompts, key=lambda prompt: PROMPTS.index(str(prompt.prompt)))
-        return loaded.collect(prompts, group_size=2, step=0)
-    finally:
-        loaded.close()
+    return played(settings)
+
+
+def test_replies_of_a_task_of_ones_own_have_rewards_without_a_verifier(tmp_path: Path) -> None:
+    file = tmp_path / "world.py"
+    file.write_text(f"{WORLD}\nPROMPTS = {PROMPTS}\n{OWN_TASK}", encoding="utf-8")
+    settings = running.config(
+        "grpo",
+        tiny_model(tmp_path / "model", "qwen2"),
+        task={"name": f"{file}:TASK"},
+        reward={"functions": []},
+        environment={"max_turns": 3, "max_observation_tokens": 4},
+        generation={"stop": [*string.printable], "max_new_tokens": 64},
+        grpo={"credit": "turn"},
+    )
+    assert [sample.reward for sample in played(settings)[:4]] == [0.5, 0.5, 0.0, 0.0]
 
 
 def test_an_episode_has_the_rewards_of_the_turns_that_have_one(world: list[Sample]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, GenerationConfig, starter_path
+from tinyrl.config.task_files import is_own
 from tinyrl.text import truncate
 from tinyrl.urls import is_address, mask_url
 
@@ -257,11 +258,11 @@ def _credit_conflicts(config: Config) -> Iterator[Refusal]:
         yield Refusal(
             ("grpo.credit", "environment.agent"), f"{by_turn} needs rewards of turns, and calls of an agent have none"
         )
-    elif environment.name is None or environment.name in BUILT_IN_ENVIRONMENTS:
+    elif environment.name in BUILT_IN_ENVIRONMENTS or (environment.name is None and not is_own(config.task.name)):
         yield Refusal(
             ("grpo.credit", "environment.name"),
-            f"{by_turn} needs rewards of turns, which replies of environment.name=FILE.py:NAME may have, and here "
-            f"environment.name={environment.name or 'null'}",
+            f"{by_turn} needs rewards of turns, which replies of environment.name=FILE.py:NAME or of your own task may "
+            f"have, and here environment.name={environment.name or 'null'}",
         )
     if grpo.advantage != "group":
         yield Refusal(("grpo.credit", "grpo.advantage"), f"{by_turn} needs grpo.advantage=group, not {grpo.advantage}")

@@ -158,13 +158,14 @@ class Scorer:
         elif config.model is not None:
             self.model_format = TextFormat.of_adapter(config.model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
-        self.uses_verifier = config.is_verifier and (needed or task.has_verifier)
+        self.environment_rewards = environment is not None and environment.rewards
+        needs_verifier = needed and not self.environment_rewards
+        self.uses_verifier = config.is_verifier and (needs_verifier or task.has_verifier)
         if self.uses_verifier and not task.has_verifier:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
                 "reward.functions=[{use: file.py:function}] or reward.model=PATH"
             )
-        self.environment_rewards = environment is not None and environment.rewards
         self.sources = self._sources()
         self.names = list[str]()  # of the columns of scores: rewards, each followed by its parts
         weights = list[float]()

@@ -99,7 +99,7 @@ def replies(objects: list[Any]) -> Service:
     """Make the service of a task's replies: that of an environment function."""
     respond = _only_task(objects).respond
     assert respond is not None
-    return worker_service.serve_replies(respond, takes=facts_of(respond))
+    return worker_service.serve_replies(respond, worker_service.EnvironmentFacts(rewards=True), facts_of(respond))
 
 
 def _only_task(objects: list[Any]) -> Task:

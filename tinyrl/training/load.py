@@ -41,10 +41,11 @@ def make_method(collector: Collector, text: Placed) -> OnPolicy:
         case "grpo":
             method = Grpo(collector)
             if method.credits_turns and not collector.scorer.environment_rewards:
+                player = collector.config.environment.name or "the task"
                 raise Refusal(
                     ("grpo.credit", "environment.name"),
-                    "grpo.credit=turn needs rewards of turns, and environment.name="
-                    f"{collector.config.environment.name} gives none: a class does by get_reward",
+                    f"grpo.credit=turn needs rewards of turns, and {player} gives none: a class does by get_reward, a task "
+                    "by the replies of its `respond`",
                 )
             return method
         case "ppo":
