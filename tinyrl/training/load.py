@@ -44,8 +44,8 @@ def make_method(collector: Collector, text: Placed) -> OnPolicy:
                 player = collector.config.environment.name or "the task"
                 raise Refusal(
                     ("grpo.credit", "environment.name"),
-                    f"grpo.credit=turn needs rewards of turns, and {player} gives none: a class does by get_reward, a task "
-                    "by the replies of its `respond`",
+                    f"grpo.credit=turn needs rewards of turns, and {player} gives none: a class does by get_reward, "
+                    "a task by the replies of its `respond`",
                 )
             return method
         case "ppo":
