@@ -200,7 +200,7 @@ def test_a_result_that_is_nested_too_deep_is_a_failed_call_and_a_deep_one_is_not
             value = [value]
         return value
 
-    reply = answer(deep, add, to=call("deep", levels=5000) + call("deep", levels=100) + call("add", a=1))
+    reply = answer(deep, add, to=call("deep", levels=100_000) + call("deep", levels=100) + call("add", a=1))
     assert isinstance(reply, Reply)
     first, second, third = reply.results
     assert first.startswith(CALL_FAILED)
