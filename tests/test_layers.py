@@ -54,6 +54,8 @@ def test_imports_go_down() -> None:
     for path, tree in sources().items():
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for node in ast.walk(tree):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):
                 assert node.module, f"{path}:{node.lineno}: a relative import hides which room it reaches"

@@ -124,6 +124,8 @@ def train(words: list[str]) -> Result:
     return CliRunner().invoke(app, ["train", *words, "--seeds", "2", "--name", "x", "--device", "cpu"])
 
 
+# Fast: which seeds are trained, left and resumed, what is refused, and a stop (above).
+@pytest.mark.slow
 def test_a_seed_that_fails_is_named_at_the_end_and_the_others_are_reported(half: tuple[list[str], RunDir]) -> None:
     words, second = half
     with second.lock:  # another process trains in it

@@ -59,6 +59,7 @@ def loads_or_is_refused(given: list[str]) -> bool:
     return True
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", METHODS)
 def test_every_setting_at_its_boundaries(method: str):
     own = METHODS[method].sections

@@ -35,6 +35,7 @@ def assert_settings_of(method: str, text: str) -> None:
     assert not [name for name in LACKING.get(method, ()) if name in text], text
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", METHODS)
 def test_an_answer_names_settings_of_the_method_alone(method: str):
     for alias in sorted(ALIASES):

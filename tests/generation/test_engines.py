@@ -68,6 +68,7 @@ def test_recorded_log_probabilities_are_those_of_a_training_pass(tiny: TinyModel
         assert completion.logprobs == pytest.approx(row, abs=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "kind"), [("fused", "qwen3"), ("hf", "gemma2"), ("plain", "gemma2")])
 def test_greedy_is_what_the_library_generates(tiny: TinyModels, name: str, kind: str):
     """Against `generate` on each prompt by itself, so left padding and Gemma-2's window of 8 are tested too."""
@@ -185,6 +186,7 @@ def test_a_sample_does_not_depend_on_its_batch(tiny: TinyModels, name: str, kind
     assert_same(sample(engine, 4), together)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "kind"), [("plain", "qwen3.5"), ("hf", "qwen3.5"), ("hf", "gpt-oss")])
 def test_samples_are_those_of_a_loop_without_a_cache(tiny: TinyModels, name: str, kind: str):
     engine = make_engine(tiny(kind), name, lora=True, max_new_tokens=8, temperature=0.8)
@@ -193,6 +195,7 @@ def test_samples_are_those_of_a_loop_without_a_cache(tiny: TinyModels, name: str
     assert_same(sample(engine, 1), without_cache(engine, 1), tolerance=1e-4)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "kind", "decoder"), [("fused", "llama", Decoder), ("hf", "qwen3.5", LibraryDecoder)])
 def test_few_rows_and_little_memory_give_the_same_samples(
     tiny: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, kind: str, decoder: Any

@@ -64,6 +64,7 @@ def alone(live: LiveScheduler, client: Client) -> Sample:
     return live.run(lambda: live.engine.sample([request])[0])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "engine"), [("llama", "fused"), ("gpt2", "hf"), ("gpt2", "plain"), ("qwen3.5", "hf")])
 def test_many_at_once_get_what_each_would_get_alone(
     tiny: TinyModels, kind: str, engine: str, monkeypatch: pytest.MonkeyPatch

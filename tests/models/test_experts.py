@@ -45,6 +45,7 @@ def gradients(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
 # ---- numbers ----
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_and_gradients_are_those_of_pefts_wrapper(tiny: TinyModels, kind: str):
     policy = on_experts(tiny(kind))

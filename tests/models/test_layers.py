@@ -89,6 +89,7 @@ def test_every_role_acts_by_its_own_weights(tiny: TinyModels):
             )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "make", "low"), [("qwen3", "lora", torch.bfloat16), ("qwen2", "full", torch.float16)])
 def test_errors_in_half_precision_are_those_of_the_library(tmp_path: Path, kind: str, make: str, low: torch.dtype):
     """Against a float32 pass of the same weights, on logits as sharp as a real model's; gradients are float32 sums."""
@@ -174,6 +175,7 @@ def test_gradients_of_weights_norms_and_biases_are_summed_over_tiles(
         assert apart <= (1e-6 if low is None else 1e-3), name
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_wide_feed_forward_block_takes_no_memory_by_the_length_of_a_text(
     learns: bool, monkeypatch: pytest.MonkeyPatch

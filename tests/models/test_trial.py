@@ -46,6 +46,7 @@ def only_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "CPU_S", 1)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [

@@ -49,6 +49,7 @@ def test_a_criterion_of_weight_0_is_scored_and_counts_for_nothing(serving: Any, 
     assert call.parts["short"] == [0.8]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("scores", "has_score"),
     [

@@ -138,6 +138,7 @@ def test_what_is_sent_looks_as_the_policy_sees_it(tmp_path: Path) -> None:
 # ---- runs ----
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("images", [True, False])
 def test_a_run_shows_its_judge_the_pictures_that_the_policy_sees(images: bool, serving: Any, tmp_path: Path) -> None:
     seen = set[str]()

@@ -295,6 +295,7 @@ HUNGRY = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("program", HUNGRY)
 def test_memory_and_recursion_end(program: str):
     outcome = run_program(program, limits=Limits(memory_bytes=128 * MEGABYTE, wall_s=3))

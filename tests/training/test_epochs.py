@@ -42,6 +42,7 @@ def of_rows(method: str, tiny: TinyModels, folder: Path, **run: Any) -> Config:
     return config_of(values)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("method", "epochs", "steps"),
     [

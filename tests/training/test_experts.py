@@ -55,6 +55,7 @@ def policy_logits(base: Path, run: RunDir) -> Tensor:
     return logits(policy.causal)
 
 
+@pytest.mark.wide
 def test_sampled_log_probabilities_are_those_that_are_trained(run: RunDir) -> None:
     gaps = [line["policy/sampling_gap"] for line in running.metrics(run) if "policy/sampling_gap" in line]
     assert len(gaps) == 2
@@ -69,6 +70,7 @@ def test_adapters_on_experts_have_moved(run: RunDir) -> None:
     assert all(moved)
 
 
+@pytest.mark.wide
 def test_peft_reads_an_exported_adapter_as_the_policy(base: Path, run: RunDir) -> None:
     bundle = export(str(run.path))
     assert any("--merge" in note for note in bundle.notes)  # for programs that read no such adapters
@@ -79,12 +81,14 @@ def test_peft_reads_an_exported_adapter_as_the_policy(base: Path, run: RunDir) -
     assert not torch.allclose(found, without, atol=1e-2)
 
 
+@pytest.mark.wide
 def test_transformers_reads_a_merged_export_as_the_policy(base: Path, run: RunDir) -> None:
     bundle = export(str(run.path), merge=True)
     found = logits(as_published(bundle.folder))
     torch.testing.assert_close(found, policy_logits(base, run), rtol=0, atol=1e-4)
 
 
+@pytest.mark.wide
 def test_a_run_begins_from_such_an_adapter(base: Path, run: RunDir, tmp_path: Path) -> None:
     """Its reference is the adapter as it was."""
     settings = running.config("ppo", base, model={"adapter": str(last(run))}, run={"num_steps": 1})

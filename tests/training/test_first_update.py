@@ -156,6 +156,7 @@ def test_in_float32_no_rounding_of_a_kl_of_0_is_learnt(name: str, sharp: Path, t
     assert_nothing_moved(*still(name, "float32", sharp, tmp_path))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("kind", "method", "lora"), [("llama", "ppo", True), ("gpt2", "grpo", False)])
 def test_the_first_update_and_what_it_moves(
     kind: str, method: str, lora: bool, tiny: TinyModels, tmp_path: Path

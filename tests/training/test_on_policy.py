@@ -569,6 +569,7 @@ def test_rewards_are_logged_as_they_were_before_groups_were_replaced(model: Path
     assert len(tried) > 4 == max(tried)  # fresh prompts, none twice
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("rule", "rounds"),
     [({"overlong_tokens": 6}, 1), ({"truncated": "penalize"}, 1), ({"truncated": "penalize"}, 0)],

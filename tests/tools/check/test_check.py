@@ -62,6 +62,7 @@ def test_the_default_run_is_sound_and_its_rates_are_written(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"rated.jsonl"}
 
 
+@pytest.mark.slow  # Fast: test_planted.py finds rewards that fail.
 def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tinyrl.tools.report.write_report", lambda folder: ())  # takes longer than the run
@@ -101,6 +102,7 @@ def test_quick_imports_no_library_of_models() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("method", ["grpo", "ppo", "sft", "reward"])
 def test_the_largest_step_has_the_longest_rows(method: str, tiny: TinyModels, tmp_path: Path) -> None:
     rows = [{"prompt": "a " * (1 + i % 7), "chosen": "b " * (1 + i % 5), "rejected": "c"} for i in range(24)]
