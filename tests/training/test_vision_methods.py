@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo-kto": ("dpo", {"dpo": {"batch_size": 2, "loss": "kto"}}),
     "dpo-orpo": ("dpo", {"dpo": {"batch_size": 2, "loss": "orpo"}}),
     "distill-model": ("distill", {}),
+    "distill-model-4bit": ("distill", {"teacher": {"quantization": "4bit"}}),
     "distill-self": ("distill", {"teacher": {"path": "self", "hint": "It is {answer}."}}),
     "reward": ("reward", {}),
     "reward-labels": ("reward", {"task": {"columns": {"unused": "rejected", "completion": "chosen"}}}),
@@ -77,8 +78,8 @@ def settings(name: str, base: Path, rows: Path, *, num_steps: int) -> Config:
         sections["distill"] = {"num_prompts": 4, "on_policy_fraction": 0.5}
         sections["generation"] = {"max_prompt_tokens": 256}
         sections["reward"] = {"functions": []}
-    if name == "distill-model":
-        sections["teacher"] = {"path": str(tiny_vision(base.name, rows / "teacher", seed=1))}
+    if name.startswith("distill-model"):
+        sections["teacher"] = {"path": str(tiny_vision(base.name, rows / "teacher", seed=1)), **own.get("teacher", {})}
     return running.config(method, base, **{**own, **sections})
 
 

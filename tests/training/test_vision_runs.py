@@ -29,7 +29,7 @@ from tinyrl.models.batch import batch_of, examples
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
 from tinyrl.models.lora import load_start_adapter
 from tinyrl.models.processors import load_processor
-from tinyrl.models.towers import language_parameters
+from tinyrl.models.towers import language_parameters, towers_of
 from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
@@ -208,10 +208,32 @@ def test_rows_with_images_are_refused_where_the_tower_was_left_out_by_hand(folde
         prepare(config)
 
 
-def test_a_quantised_base_is_refused_for_rows_with_images(folders: Any, tmp_path: Path) -> None:
-    config = settings(folders("smolvlm"), tmp_path, num_steps=1, model={"quantization": "4bit"})
-    with pytest.raises(ValueError, match=r"model\.quantization=4bit"):
-        prepare(config)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ORDER)
+def test_a_base_in_four_bits_keeps_its_tower_and_is_trained_resumed_and_merged(
+    folders: Any, family: str, tmp_path: Path
+) -> None:
+    """Only layers of the language model are quantised, the head and what it is tied to aside."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model = {"quantization": "4bit", "dtype": "float32"}
+    config = settings(folders(family), tmp_path, num_steps=2, model=model)
+    with closing(loaded(config)) as method:
+        named = dict(method.policy.causal.named_modules())
+        in_four_bits = {name for name, module in named.items() if isinstance(module, bitsandbytes.nn.Linear4bit)}
+        towers = {id(module) for tower in towers_of(method.policy.adapters.base) for module in tower.modules()}
+        assert any("mlp" in name for name in in_four_bits)
+        assert not any(id(named[name]) in towers for name in in_four_bits)
+    code, whole, looks = running.train(config, tmp_path, name="whole")
+    assert code == 0
+    gaps = [line["policy/sampling_gap"] for line in running.metrics(whole) if "policy/sampling_gap" in line]
+    assert max(gaps) < 1e-4
+    code, stopped, _ = running.train(config, tmp_path, name="stopped", stop_at=int(looks * 0.8))
+    assert code == 75
+    assert running.go_on(stopped) == 0
+    mine, its = running.weights(whole, 2), running.weights(stopped, 2)
+    assert [name for name in mine if not torch.equal(mine[name], its[name])] == []
+    merged = export(str(whole.path), merge=True).folder
+    assert AutoModelForImageTextToText.from_pretrained(merged).get_input_embeddings().weight.dtype == torch.float32
 
 
 def test_rows_of_text_train_the_language_part_of_a_model_that_comes_with_its_tower(

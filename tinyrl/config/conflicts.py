@@ -93,12 +93,6 @@ def _adapter_conflicts(config: Config) -> Iterator[Refusal]:
 
 def _tower_conflicts(config: Config) -> Iterator[Refusal]:
     """Yield what a model with a vision tower cannot be used with."""
-    if config.learns_from_teacher and config.teacher.kind == "model" and config.teacher.quantization is not None:
-        yield Refusal(
-            ("teacher.quantization", "model.with_images"),
-            f"teacher.quantization={config.teacher.quantization} takes no model with a vision tower, as rows with "
-            "images need",
-        )
     if config.method == "reward" and not config.lora.enabled:
         yield Refusal(
             ("lora.enabled", "model.with_images"),
@@ -110,13 +104,6 @@ def _tower_conflicts(config: Config) -> Iterator[Refusal]:
             ("critic.path", "model.with_images"),
             f"critic.path={config.critic.path} has no part in the images of rows: a separate critic reads them on "
             "model.path, which leaves critic.path out",
-        )
-    quantization = config.model.quantization
-    if quantization is not None:
-        yield Refusal(
-            ("model.quantization", "model.with_images"),
-            f"model.quantization={quantization} takes no model with its vision tower, which rows with images need, and "
-            "rows of text where transformers has no class for the language model alone",
         )
 
 

@@ -125,13 +125,13 @@ def load_base(config: Config, path: str, *, dtype: torch.dtype, trust_remote_cod
     """Load the model at `path` as the configuration has it for model.path: with its tower where rows have images."""
     options: dict[str, Any] = {
         "dtype": dtype,
+        "quantization": config.model.quantization,
         "random_init": config.model.random_init,
         "revision": config.model.revision if path == config.model.path else None,
         "trust_remote_code": trust_remote_code,
     }
-    if config.model.with_images:
-        return load_image_text_model(path, **options)
-    return load_causal_lm(path, quantization=config.model.quantization, **options)
+    load = load_image_text_model if config.model.with_images else load_causal_lm
+    return load(path, **options)
 
 
 def _fresh_adapter(config: Config, base: PreTrainedModel, *, dropout: float) -> LoraConfig:
@@ -184,11 +184,8 @@ def _add_teacher(policy: Policy, config: Config, path: str, dtype: torch.dtype, 
         _add_frozen_adapter(policy, "teacher", folder, setting=f"teacher.path={path}")
     elif config.teacher.kind == "model":
         tokenizer = _with_our_tokens(config, path, setting=f"teacher.path={path}", trust_remote_code=trust_remote_code)
-        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-        if config.model.with_images:
-            model = load_image_text_model(path, **options)
-        else:
-            model = load_causal_lm(path, quantization=config.teacher.quantization, **options)
+        load = load_image_text_model if config.model.with_images else load_causal_lm
+        model = load(path, dtype=dtype, quantization=config.teacher.quantization, trust_remote_code=trust_remote_code)
         check_vocabulary(tokenizer, model, path=path)
         policy.add_teacher(model)
         if config.model.with_images:

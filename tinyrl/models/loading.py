@@ -39,6 +39,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, cached_files
 
@@ -52,7 +53,7 @@ from tinyrl.models.reading import (
     resolve_model_path,
     tokenizer_folder,
 )
-from tinyrl.models.towers import check_takes_features
+from tinyrl.models.towers import check_takes_features, tower_names
 from tinyrl.models.trial import try_folder
 from tinyrl.text import truncate
 
@@ -299,14 +300,22 @@ def load_causal_lm(
     random_init draws the weights from torch's generator.
     """
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
-    if quantization is not None and find_spec("bitsandbytes") is None:
-        raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
-    if quantization is not None:  # NF4 with double quantisation (QLoRA, 2305.14314), or 8 bits (LLM.int8, 2208.07339)
-        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-        bits: Any = {"load_in_8bit": True} if quantization == "8bit" else {"load_in_4bit": True, **nf4}
-        options["quantization_config"] = BitsAndBytesConfig(**bits)
+    if quantization is not None:
+        options["quantization_config"] = quantized(quantization, dtype)
     what = "a causal language model"
     return _load(path, AutoModelForCausalLM, what=what, random_init=random_init, revision=revision, options=options)
+
+
+def quantized(quantization: str, dtype: torch.dtype, *, kept: list[str] | None = None) -> BitsAndBytesConfig:
+    """Return how weights are quantised: to NF4 with double quantisation (QLoRA, 2305.14314), or to 8 bits (LLM.int8,
+    2208.07339). kept: names of modules that are not; None: the head, as the library finds it. Raises ValueError where
+    bitsandbytes is not installed.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantization={quantization} needs bitsandbytes: pip install 'tinyrl[quantization]'")
+    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
+    bits: Any = {"load_in_8bit": True} if quantization == "8bit" else {"load_in_4bit": True, **nf4}
+    return BitsAndBytesConfig(**bits, llm_int8_skip_modules=kept)
 
 
 def comes_with_tower(config: PretrainedConfig) -> bool:
@@ -325,12 +334,14 @@ def load_image_text_model(
     path: str,
     *,
     dtype: torch.dtype,
+    quantization: str | None = None,
     random_init: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load a vision-language model in `dtype`, with every dropout off. Raises ValueError when it cannot be read, is
-    incomplete, or takes no features of images in place of pixels (towers.py), which is found out first.
+    """Load a vision-language model in `dtype`, with every dropout off; of a quantised one tower and projector are in
+    `dtype`. Raises ValueError when it cannot be read, is incomplete, or takes no features of images in place of pixels
+    (towers.py), which is found out first.
     """
     resolved = resolve_model_path(path)
     what = "a vision-language model"
@@ -338,8 +349,12 @@ def load_image_text_model(
         config = read_config(resolved, revision=revision or HUB_DEFAULT, trust_remote_code=trust_remote_code)
         check_has_tower(config)
         with torch.device("meta"):
-            check_takes_features(AutoModelForImageTextToText.from_config(config))
+            outline = AutoModelForImageTextToText.from_config(config)
+        check_takes_features(outline)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if quantization is not None:
+        kept = [*tower_names(outline), *get_keys_to_not_convert(outline)]
+        options["quantization_config"] = quantized(quantization, dtype, kept=kept)
     auto = AutoModelForImageTextToText
     return _load(path, auto, what=what, random_init=random_init, revision=revision, options=options)
 
