@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -136,8 +137,11 @@ def _size_of(content: bytes, what: str) -> tuple[int, int]:
         picture = open_picture(io.BytesIO(content))
         width, height = picture.size
         is_turned = picture.format != "TIFF" and orientation(picture) in SIDEWAYS  # PIL turns a TIFF itself
+        has_frames = getattr(picture, "is_animated", False)
     if width * height > MOST_PIXELS:
         raise ValueError(f"{what} has {width} x {height} pixels, and at most {MOST_PIXELS:,} are decoded")
+    if has_frames:  # the same words for every file, so that they are said once
+        warnings.warn("of an image with several frames (GIF, APNG, WebP, TIFF) the first one is read", stacklevel=2)
     with decoding(what):
         picture.verify()
     return (height, width) if is_turned else (width, height)
