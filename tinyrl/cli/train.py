@@ -70,9 +70,7 @@ def train(
         run = resumed(opened, words, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:
-                print(f"{opened.path} is finished; there is nothing left to do. Look at {opened.path}/report.html")
-                if early := ended_early(opened, read_steps(opened.metrics, [])):
-                    print(f"It {early}. To go on: {go_on_without_patience(opened)}")
+                print_finished(opened)
             return None
     elif origin is not None:
         if launched().world_size > 1:
@@ -98,6 +96,13 @@ def train(
     from tinyrl.tools.report import write_report  # with jinja2
 
     return partial(run.go, report=write_report)
+
+
+def print_finished(run: RunDir) -> None:
+    """Say that there is nothing left to do, and how to go on with a run that ended early."""
+    print(f"{run.path} is finished; there is nothing left to do. Look at {run.path}/report.html")
+    if early := ended_early(run, read_steps(run.metrics, [])):
+        print(f"It {early}. To go on: {go_on_without_patience(run)}")
 
 
 def resumed(

@@ -256,14 +256,21 @@ def estimate(config: Config, *, device: str, room: float, read: ReadRows | None 
     }
     if not config.samples or config.generation.engine == "server":
         return {"always": always, "updating": updating}
-    generation = config.generation
-    copied = shapes.linear + (shapes.of_experts if shapes.lora_of_experts(1, lora.target_parameters) else 0)
-    copy = 4 * copied if dtype_bytes == 4 else 0  # float32 samples from merged weights, where they fit
+    room -= sum(always.values())
+    sampling = sampling_bytes(config, shapes, read, dtype_bytes=dtype_bytes, room=room)
+    return {"always": always, "updating": updating, "sampling": sampling}
+
+
+def sampling_bytes(
+    config: Config, shapes: Shapes, read: ReadRows, *, dtype_bytes: int, room: float
+) -> dict[str, float]:
+    """Return the bytes of merged weights and of the cache of keys and values, which takes a share of the `room`."""
+    of_experts = shapes.of_experts if shapes.lora_of_experts(1, config.lora.target_parameters) else 0
+    copy = 4 * (shapes.linear + of_experts) if dtype_bytes == 4 else 0  # float32 samples from them, where they fit
     eval_rows = min(config.run.eval_prompts, read.eval_rows)
-    rows = min(max(config.on_policy.batch_size, eval_rows), generation.max_rows or 1 << 30)
+    rows = min(max(config.on_policy.batch_size, eval_rows), config.generation.max_rows or 1 << 30)
     cache = rows * longest_text(config, read) * 2 * shapes.layers * shapes.keys * dtype_bytes
-    free = max(0.0, ROOM_FOR_CACHE * (room - sum(always.values()) - copy))
-    return {"always": always, "updating": updating, "sampling": {"copy": copy, "cache": min(cache, free)}}
+    return {"copy": copy, "cache": min(cache, max(0.0, ROOM_FOR_CACHE * (room - copy)))}
 
 
 def longest_text(config: Config, read: ReadRows) -> int:
