@@ -33,7 +33,7 @@ GRPOConfig(
     run_name="sums",
     learning_rate=1e-5,
     lr_scheduler_type="cosine",
-    lr_warmup_steps=20,
+    warmup_steps=20,
     per_device_train_batch_size=16,
     gradient_accumulation_steps=16,
     num_generations=8,

@@ -280,7 +280,7 @@ def alone() -> Iterator[None]:
 @dataclass(frozen=True)
 class TrlRun:
     """A run as TRL's objects describe it. settings: of the command line; notes: what was counted, added or is not
-    needed. `train` begins it.
+    needed; name: of the run. `train` begins it.
     """
 
     method: str
@@ -289,12 +289,14 @@ class TrlRun:
     reward: Reward | list[Reward] | dict[Any, float] | None = None
     rows: Rows | None = None
     eval_rows: Rows | None = None
+    name: str | None = None
 
     def train(self, settings: Settings | None = None, **options: Any) -> OpenedRun:
         """Train it; settings: over those of TRL's objects; options: of `train`, such as output_dir."""
         for note in self.notes:
             print_note(f"from TRL: {note}")
         given: dict[str, Any] = {"reward": self.reward, "rows": self.rows, "eval_rows": self.eval_rows}
+        options = {"name": self.name, **options}
         return train(self.method, None, {**self.settings, **(settings or {})}, **given, **options)
 
 
@@ -307,27 +309,44 @@ def from_trl(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     leave_out: Sequence[str] = (),
+    **others: Any,
 ) -> TrlRun:
     """Convert what TRL's trainers take into a run: `from_trl(GRPOConfig(...), model=..., reward_funcs=[f]).train()`.
 
     args: a GRPOConfig, PPOConfig, SFTConfig, DPOConfig or RewardConfig; model: a folder or a hub name; peft_config:
     PEFT's LoraConfig, without one the whole model trains, as in TRL; reward_funcs: functions, with the `reward_weights`
-    of args; datasets: of `datasets`, or whatever `rows` of `train` takes. leave_out: fields to ignore that cannot be
-    taken. Raises ValueError, which names all others that cannot be.
+    of args, and a reward model by its folder or hub name; datasets: of `datasets`, or whatever `rows` of `train` takes.
+    leave_out: fields to ignore that cannot be taken, and so with others: further arguments of TRL's trainer. Raises
+    ValueError, which names all that cannot be taken.
     """
     taken = settings_of(args, peft_config)
-    refused = [why for name, why in taken.refused.items() if name not in leave_out]
+    notes = [*taken.notes]
+    if others.pop("processing_class", None) is not None:
+        notes.append("processing_class is not needed: the tokenizer is that of the model")
+    why_not = taken.refused | {name: f"`{name}` of TRL's trainer is not taken" for name in others}
+    refused = [why for name, why in why_not.items() if name not in leave_out]
     if refused:
         raise ValueError("\n".join([*refused, "from_trl(leave_out=[...]) ignores the fields that it names"]))
     settings = dict(taken.settings)
     if model is not None:
         settings["model.path"] = model
-    functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    weights = getattr(args, "reward_weights", None)
-    reward: Any = None
-    if reward_funcs is not None:
-        reward = dict(zip(functions, weights, strict=True)) if weights else [*functions]
-    return TrlRun(taken.method, settings, taken.notes, reward=reward, rows=train_dataset, eval_rows=eval_dataset)
+    given = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    weights = getattr(args, "reward_weights", None) or [1.0] * len(given)
+    weighted = dict(zip(given, weights, strict=True)) if reward_funcs is not None else {}
+    models = [each for each in weighted if isinstance(each, str) and ":" not in each]
+    if models[1:] or any(weighted[model] != 1.0 for model in models):
+        raise ValueError(f"reward_funcs: one reward model of weight 1 is taken, not {', '.join(models)}")
+    if models:
+        settings["reward.model"] = models[0]
+    reward = {each: weight for each, weight in weighted.items() if each not in models} or None
+    if train_dataset is not None and eval_dataset is None:
+        notes.append("without eval_dataset some rows are held out for evaluations; TRL trains on all of them")
+    if (folder := getattr(args, "output_dir", None)) not in (None, "trainer_output"):
+        notes.append(f"output_dir={folder} is not used: give the folder of runs to train(output_dir=...)")
+    name = getattr(args, "run_name", None)
+    return TrlRun(
+        taken.method, settings, notes, reward=reward, rows=train_dataset, eval_rows=eval_dataset, name=name or None
+    )
 
 
 # ---- arguments as the command line has them ----

@@ -44,6 +44,19 @@ class GRPOConfig:
     report_to: Any = field(default_factory=list)
     use_vllm: bool = False
     logging_steps: float = 10
+    run_name: str | None = None
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
+    do_eval: bool = False
+    use_cpu: bool = False
+    dataloader_pin_memory: bool = True
+    activation_checkpointing: bool = True
+    model_init_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Derive what transformers derives."""
+        self.do_eval = self.do_eval or self.eval_strategy != "no"
+        self.dataloader_pin_memory = self.dataloader_pin_memory and not self.use_cpu
 
 
 @dataclass
@@ -117,6 +130,37 @@ def test_a_default_of_trls_that_the_method_does_not_have_is_not_refused() -> Non
 def test_an_object_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="GRPOConfig"):
         tinyrl.from_trl(object())
+
+
+def test_fields_that_decide_nothing_here_or_are_derived_are_no_refusal() -> None:
+    given = GRPOConfig(
+        run_name="sums", use_cpu=True, eval_strategy="steps", eval_steps=50, activation_checkpointing=False
+    )
+    plan = tinyrl.from_trl(given, processing_class=object(), train_dataset=[{"prompt": "a"}])
+    assert plan.name == "sums"
+    assert "sums" not in str(plan.settings)
+    assert plan.settings["run.eval_every"] == 50
+    assert plan.settings["model.gradient_checkpointing"] is False
+    said = "\n".join(plan.notes)
+    assert all(word in said for word in ("use_cpu", "processing_class", "held out"))
+
+
+def test_the_dtype_of_the_model_is_taken_and_other_ways_to_load_it_are_not() -> None:
+    assert settings_of(GRPOConfig(model_init_kwargs={"dtype": "float32"}), None).settings["model.dtype"] == "float32"
+    assert "model_init_kwargs" in settings_of(GRPOConfig(model_init_kwargs={"device_map": "auto"}), None).refused
+
+
+def test_a_reward_model_is_one_of_the_rewards() -> None:
+    plan = tinyrl.from_trl(GRPOConfig(), reward_funcs=[reward, "some/reward-model"])
+    assert plan.settings["reward.model"] == "some/reward-model"
+    assert plan.reward == {reward: 1.0}
+    with pytest.raises(ValueError, match="one reward model"):
+        tinyrl.from_trl(GRPOConfig(), reward_funcs=["some/reward-model", "another/one"])
+
+
+def test_an_argument_of_the_trainer_and_a_dropout_are_refused_at_once() -> None:
+    with pytest.raises(ValueError, match=r"lora_dropout[^\n]*\n.*callbacks"):
+        tinyrl.from_trl(GRPOConfig(), peft_config=LoraConfig(lora_dropout=0.1), callbacks=[])
 
 
 @pytest.mark.slow

@@ -51,7 +51,6 @@ def test_its_facts_are_the_same() -> None:
     assert {name: getattr(by_path, name) for name in plain} == {name: getattr(by_name, name) for name in plain}
 
 
-@pytest.mark.slow  # Fast: its rows, answers, replies and facts are the same (above).
 def test_a_run_has_the_same_numbers(model: Path, tmp_path: Path) -> None:
     found = []
     for name, task in (("by-name", "lookup"), ("by-path", BY_PATH)):

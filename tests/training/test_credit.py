@@ -12,7 +12,11 @@ import pytest
 from tests import running
 from tests.training.rows import loaded
 from tinyrl.config.schema import Config
+from tinyrl.process.launched import Options
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
+from tinyrl.tools.check.largest_step import worst_step
+from tinyrl.training.load import load_method
 
 # Two or three turns of a character each; the first and the last turn have rewards.
 GAME = """
@@ -108,3 +112,13 @@ def test_a_resume_goes_on_with_the_same_numbers(played: tuple[RunDir, int], mode
 def test_a_class_that_rewards_nothing_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="get_reward"):
         loaded(game(model, tmp_path, "Quiet"))
+
+
+@pytest.mark.slow  # Fast: the largest step of other settings in tools/check/test_check.py.
+def test_the_largest_step_of_a_check_is_trained(model: Path, tmp_path: Path) -> None:
+    """Its responses are as long as they may be, and no episodes."""
+    method = load_method(prepare(game(model, tmp_path, "respond")), options=Options(device="cpu"))
+    try:
+        assert worst_step(method, text=[]).facts["seconds"]["update"] > 0
+    finally:
+        method.close()

@@ -26,7 +26,22 @@ OF_PEFT = {
     "lora_dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
 }
-SAID_ELSEWHERE = ("reward_weights", "output_dir")  # by arguments of from_trl and of train
+SAID_ELSEWHERE = ("reward_weights", "output_dir", "run_name")  # by arguments of from_trl and of train
+RENAMED = {"activation_checkpointing": "gradient_checkpointing"}  # by transformers, when it makes the object
+# Fields that change nothing here, or that transformers derives from others.
+WITHOUT_EFFECT = (
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "disable_tqdm",
+    "do_eval",
+    "eval_on_start",
+    "logging_first_step",
+    "logging_strategy",
+    "num_completions_to_print",
+    "save_only_model",
+    "use_cpu",
+)
 DECIDING = (
     "learning_rate",
     "lr_scheduler_type",
@@ -87,7 +102,15 @@ def given_fields(config: object) -> dict[str, Any]:
 def fields_of(config: object) -> dict[str, Any]:
     """Return the fields of TRL's configuration that are converted: those that were given, and DECIDING."""
     values = {name: plain(getattr(config, name)) for name in DECIDING if getattr(config, name, None) is not None}
-    values |= {name: plain(value) for name, value in given_fields(config).items() if name not in SAID_ELSEWHERE}
+    left_out = (*SAID_ELSEWHERE, *WITHOUT_EFFECT)
+    given = {RENAMED.get(name, name): value for name, value in given_fields(config).items() if name not in left_out}
+    values |= {name: plain(value) for name, value in given.items()}
+    if values.get("eval_strategy") == "steps":
+        del values["eval_strategy"]  # every eval_steps
+    loaded_with = values.get("model_init_kwargs")
+    if isinstance(loaded_with, dict) and {*loaded_with} <= {"dtype", "torch_dtype"}:
+        values["torch_dtype"] = next(iter(loaded_with.values()))
+        del values["model_init_kwargs"]
     if "epsilon" in values:
         values.setdefault("epsilon_high", values["epsilon"])  # as TRL has it where it is not given
     values.pop("num_train_epochs" if values.get("max_steps", -1) > 0 else "max_steps", None)
@@ -118,7 +141,14 @@ def settings_of(config: object, peft_config: object | None) -> Taken:
         unknown = {*given_fields(peft_config)} - {*OF_PEFT, "target_parameters", *ABOUT_PEFT}
         reason = "`{}` of peft_config cannot be set: an adapter is LoRA on weights alone here"
         refused |= {name: reason.format(name) for name in sorted(unknown)}
-    typed = {*given_fields(config), *OF_PEFT.values()}
+    given_names = {*given_fields(config)}
+    if needless := sorted(given_names & {*WITHOUT_EFFECT}):
+        notes.append(f"without effect here: {', '.join(needless)}")
+    dropout = values.get("lora_dropout")
+    if dropout and method in ("grpo", "ppo"):
+        refused["lora_dropout"] = f"`lora_dropout` is not taken: {method} needs lora.dropout=0, not {dropout}"
+        del values["lora_dropout"]
+    typed = {*(RENAMED.get(name, name) for name in given_names), "torch_dtype", *OF_PEFT.values()}
     given = ForeignNames(method, values)
     copies = dict[str, Copy]()
     for name, value in values.items():

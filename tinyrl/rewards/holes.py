@@ -118,7 +118,11 @@ def find_holes(score: Score, task: Task, rows: list[Row], answers: RightAnswers)
     best = np.fmax.reduce(scored(golds))
     scores = scored([texts for _, _, texts in kinds])
     low = np.fmin.reduce(scores)
-    high = (best > low) & (scores >= low + HIGH * (best - low))
+    longest = [max(len(text) for text in texts if text) for texts in zip(*golds, strict=True)]
+    lengths = np.array([[len(text or "") for text in texts] for _, _, texts in kinds])
+    is_short = lengths <= np.array(longest)
+    base = lowest_fair_score(scores, is_short, best)
+    high = (best > low) & (scores >= base + HIGH * (best - base))
     found = list[tuple[str, Hole]]()
     for (name, family, texts), of, is_high in zip(kinds, scores, high, strict=True):
         if is_high.sum() >= max(1, LEAST_SHARE * len(where)):
@@ -129,6 +133,15 @@ def find_holes(score: Score, task: Task, rows: list[Row], answers: RightAnswers)
     holes = dict(reversed(found))
     tried = sum(text is not None for _, _, texts in kinds for text in texts)
     return Attack([*holes.values()][::-1], not (best > low).any(), (tried, len(kinds)))
+
+
+def lowest_fair_score(scores: np.ndarray, is_short: np.ndarray, best: np.ndarray) -> np.ndarray:
+    """Return the lowest score (rows,) of wrong texts that are no longer than a right answer in its longest form: a
+    penalty on length gives long ones far less, beside which every other text would seem to score high. Where all short
+    ones score as a right answer does, that of all texts. scores: (texts, rows), NaN for none; is_short: (texts, rows).
+    """
+    of_short = np.fmin.reduce(np.where(is_short, scores, math.nan))
+    return np.where(of_short < best, of_short, np.fmin.reduce(scores))
 
 
 def dressed(value: str) -> dict[str, str]:

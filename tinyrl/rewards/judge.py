@@ -360,7 +360,9 @@ class JudgeReward:
         if self.rubric.criteria:
             names = ", ".join(self.rubric.scales)
             parse = partial(scores_within, scales=self.rubric.scales)
-            scores = only_verdict(reply, "scores", parse, what=f"scores of all criteria ({names}) on their scales")
+            scores = only_verdict(
+                reply, "scores", parse, what=f"object `scores` with all criteria ({names}) on their scales"
+            )
             parts = {one.name: one.reward(scores[one.name]) for one in self.rubric.criteria}
             return [Judged(self.rubric.reward(parts), parts)]
         low, high = self.config.scale

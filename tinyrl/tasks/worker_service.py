@@ -96,10 +96,13 @@ def verifier(objects: list[Any]) -> Service:
 
 
 def replies(objects: list[Any]) -> Service:
-    """Make the service of a task's replies: that of an environment function."""
-    respond = _only_task(objects).respond
-    assert respond is not None
-    return worker_service.serve_replies(respond, worker_service.EnvironmentFacts(rewards=True), facts_of(respond))
+    """Make the service of a task's replies: that of an environment function. A task whose reward is a verdict has none
+    in its replies.
+    """
+    found = _only_task(objects)
+    assert found.respond is not None
+    facts = worker_service.EnvironmentFacts(rewards=not found.right_or_wrong)
+    return worker_service.serve_replies(found.respond, facts, facts_of(found.respond))
 
 
 def _only_task(objects: list[Any]) -> Task:

@@ -45,5 +45,6 @@ def a_judge_without_a_score(why: str) -> Finding:
     return Finding(
         name="a judge without a score",
         what=f"{escape_control(why)}.",
-        change="Correct url, model, key_env or max_tokens of the judge, or start its server.",
+        change="Correct url, model, key_env or max_tokens of the judge, or start its server; if it has answered, see "
+        "what a reply must hold (docs/rewards.md, Replies).",
     )

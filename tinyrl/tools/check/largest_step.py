@@ -88,7 +88,7 @@ def worst_step(method: OnPolicy | RowMethod, *, text: Placed) -> CheckSection:
 
 def trial_config(method: OnPolicy | RowMethod) -> Config:
     """Return the settings of a trial: two steps, an evaluation after the first, nothing saved, the critic from the
-    start.
+    start, an advantage for each response.
     """
     config = method.config
     run: dict[str, Any] = {"eval_every": 1, "save_every": 0, "trackers": []}
@@ -98,6 +98,8 @@ def trial_config(method: OnPolicy | RowMethod) -> Config:
     changes: dict[str, Any] = {"run": config.run.model_copy(update=run)}
     if config.uses("critic"):
         changes["critic"] = config.critic.model_copy(update={"warmup_steps": 0})
+    if config.method == "grpo":  # the longest responses are no episodes, so they have no turns
+        changes["grpo"] = config.grpo.model_copy(update={"credit": "episode"})
     return config.model_copy(update=changes)
 
 
