@@ -136,6 +136,7 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"top_logprobs": 21, "logprobs": True}, {}, 400, "top_logprobs"),
         ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),
         ({"top_k": 1 << 63}, {}, 400, "top_k"),
+        ({"tools": [{"type": "fuction", "function": {"name": "look"}}]}, {}, 400, "fuction"),
         (b"{", {}, 400, "JSON"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "JSON"),  # a page of another site may send it without being asked
         (b"{}", {"Host": "evil.example"}, 400, ""),

@@ -45,6 +45,8 @@ def flat_tools(tools: Any, function_of: Callable[[JSON], JSON | None]) -> Any:
         function = function_of(tool) if isinstance(tool, dict) else None
         if function is None and not isinstance(kind, str):
             raise Refused(400, f"tools are objects with a `type`, not {truncate(repr(tool), 60)}")
+        if function is None and isinstance(tool.get("function"), dict):  # which nothing but a function has
+            raise Refused(400, f"tools has a `function` of the type {truncate(repr(kind), 60)}; its type is `function`")
         flat.append(function or tool)
     return flat
 
