@@ -70,12 +70,14 @@ class CachedEngine(SamplingEngine):
         is quickly made again, unless a scheduler that outlives the call reads it.
         """
         with self.policy.acting(role) as model:
-            if id(model) not in self.decoders:
+            is_new = id(model) not in self.decoders
+            if is_new:
                 self.decoders[id(model)] = self._decoder_of(model)
             decoder = self.decoders[id(model)]
             decoder.sync(self.policy.adapter_of(role))
+            if is_new:  # it stays as large
+                self.copy_bytes = decoder.weight_bytes
             yield decoder
-        self.copy_bytes = decoder.weight_bytes
         if self._kept is None:
             decoder.release()
 

@@ -88,27 +88,32 @@ class DecodedSequence:
         """Append new tokens up to the one that ends the sequence: EOS, the last of a stop string, or the last within
         the limit. Later ones, decoded between two looks, are dropped.
         """
-        stop = self.request.stop
-        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
-        window = max((len(s.encode()) for s in stop), default=0) + 8
         before = len(self.tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            text = str(tokenizer.decode(self.tokens[-window:])) if stop else ""
             if token in eos:
                 self.finish_reason = "eos"
-            elif any(s in text for s in stop):
+            elif self.request.stop and self._holds_stop(tokenizer):
                 self.finish_reason = "stop"
             elif len(self.tokens) >= self.request.limit:
                 self.finish_reason = "length"
-        if self.sent[: len(self.tokens)] != self.tokens[: len(self.sent)]:
+        if self.sent and self.sent[: len(self.tokens)] != self.tokens[: len(self.sent)]:
             raise RuntimeError("other tokens were sampled after an error")
-        new = self.tokens[max(before, len(self.sent)) :]
-        if new and self.request.on_tokens is not None and not self.cancelled:
-            self.request.on_tokens(new)
+        if self.request.on_tokens is not None and not self.cancelled:
+            new = self.tokens[max(before, len(self.sent)) :]
+            if new:
+                self.request.on_tokens(new)
+
+    def _holds_stop(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Return whether a stop string is in the text of the last tokens."""
+        stop = self.request.stop
+        # A token is at least one byte; a few more, because decoding that starts inside a character or a word is off.
+        window = max(len(s.encode()) for s in stop) + 8
+        text = str(tokenizer.decode(self.tokens[-window:]))
+        return any(s in text for s in stop)
 
     def end(self, tokens: list[int], logprobs: list[float], reason: FinishReason) -> None:
         """Take the whole of what was sampled elsewhere."""

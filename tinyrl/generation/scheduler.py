@@ -368,20 +368,22 @@ class Scheduler:
         self.counts += look_every
         self.uniforms[:live, :look_every] = to_device(drawn, self.device)
         self.column.zero_()
-        longest = max(sequence.length for sequence in self.live)
         for i in range(look_every):
             if self.graphs is None:
-                self._step(live, min(longest + i, self.width), self.params)
+                self._step(live, min(self.longest + i, self.width), self.params)
             else:
                 rows = next((rows for rows in ROW_BUCKETS if rows >= live), -(-live // FURTHER) * FURTHER)
                 self.graphs(min(rows, self.capacity), *self.params)
+        self.longest += look_every
         tokens = self.drawn[:live, :look_every].tolist()
         logprobs = self.logprobs[:live, :look_every].tolist()
         for sequence, t, p in zip(self.live, tokens, logprobs, strict=True):
             sequence.append(t, p, eos=self.eos, tokenizer=self.tokenizer)
 
     def _place(self) -> None:
-        """Write the last token and position of every live row, how it is drawn, and where cached rows end."""
+        """Write the last token and position of every live row, how it is drawn, and where cached rows end. Until rows
+        change again, each step adds its tokens to `counts` and `longest`.
+        """
         rows = [(s.tokens[-1], s.length - 1) for s in self.live]
         self.token[: len(rows)], self.position[: len(rows)] = to_device(torch.tensor(rows), self.device).unbind(1)
         if self.cached:
@@ -389,6 +391,7 @@ class Scheduler:
             self.position[ends[:, 0]] = ends[:, 1]
         self.keys = np.array([s.request.key for s in self.live], dtype=np.uint64)
         self.counts = np.array([len(s.tokens) for s in self.live])
+        self.longest = 1 + max(position for _, position in rows)
         self.params = row_params([s.request for s in self.live], self.device)
         for name, values in self.params.items() if self.graphs is not None else ():
             if name not in self.buffers:
