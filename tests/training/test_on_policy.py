@@ -459,13 +459,23 @@ def test_a_kl_is_only_rounding(ref: list[float], kl_coef: float, only: bool) -> 
 
 @pytest.mark.parametrize(
     ("changed", "learns"),
-    [({}, False), ({"advantage": 1e-9}, True), ({"entropy_coef": 0.1}, True), ({"teacher_coef": 0.1}, True)],
+    [
+        ({}, False),
+        ({"advantage": 1e-9}, True),
+        ({"advantage_outside": 1.0}, False),
+        ({"entropy_coef": 0.1}, True),
+        ({"teacher_coef": 0.1}, True),
+        ({"teacher_coef": 0.1, "untaught": 1}, False),
+    ],
 )
 def test_a_micro_batch_with_nothing_but_rounding_has_no_gradient(
     changed: dict[str, float], learns: bool, model: Path
 ) -> None:
-    """The policy is its reference, whatever the weight of its KL."""
-    given = {"advantage": 0.0, "entropy_coef": 0.0, "teacher_coef": 0.0, **changed}
+    """The policy is its reference, whatever the weight of its KL. An advantage of a token outside of the loss teaches
+    nothing, as where a response was cut off and is left out, nor does a teacher that had no hint for the response.
+    """
+    names = ("advantage", "advantage_outside", "entropy_coef", "teacher_coef", "untaught")
+    given = {**dict.fromkeys(names, 0.0), **changed}
     own = {"preset": "grpo", "entropy_coef": given["entropy_coef"]}
     teacher = {"teacher": {"path": str(model), "kl_coef": given["teacher_coef"]}} if given["teacher_coef"] else {}
     trainer: Any = loaded(running.config("grpo", model, grpo=own, **teacher))
@@ -473,8 +483,10 @@ def test_a_micro_batch_with_nothing_but_rounding_has_no_gradient(
     with torch.no_grad(), trainer.policy.acting("policy"):
         batch = trainer.policy.batch_of(samples)
         now = trainer.policy.logprobs("policy", batch, temperature=1.0)[0]
-    outputs = trainer.teacher.score(samples, trainer.teacher.prompts(samples)) if teacher else None
-    experience = experience_of(samples, advantage=torch.full((1, 3), given["advantage"]), reference=now)
+    prompts = [None] if given["untaught"] else [samples[0].prompt]
+    outputs = trainer.teacher.score(samples, prompts) if teacher else None
+    advantage = torch.tensor([[given["advantage"], given["advantage"], given["advantage_outside"]]])
+    experience = experience_of(samples, advantage=advantage, reference=now)
     experience = dataclasses.replace(experience, teacher=outputs)
     options = loss_options(trainer.config.grpo, max_new_tokens=LENGTHS, inexact=False)
     counts = Counts.of(experience)

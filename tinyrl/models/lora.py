@@ -292,9 +292,9 @@ def save_adapter_config(model: PeftModel, name: str, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     config: Any = copy.copy(model.peft_config[name])
     config.inference_mode = True  # plain PEFT then loads it ready to use
-    for name in ("target_modules", "target_parameters"):
-        if isinstance(getattr(config, name), set):
-            setattr(config, name, sorted(getattr(config, name)))  # the order of a set changes with the process
+    for targets in ("target_modules", "target_parameters"):
+        if isinstance(getattr(config, targets), set):
+            setattr(config, targets, sorted(getattr(config, targets)))  # the order of a set changes with the process
     config.save_pretrained(str(folder))
 
 

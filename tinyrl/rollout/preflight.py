@@ -53,7 +53,7 @@ def check_before_loading(config: Config) -> Task:
     check_task(config, task)
     check_named(config, task)
     check_rubrics(config)
-    if config.run.epochs is None:  # else steps are known when rows are: Method.resolve_epochs
+    if config.run.epochs is None:  # else the number of steps is known when rows are (load.py)
         check_judge_budgets(config)
     return task
 

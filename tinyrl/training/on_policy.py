@@ -375,15 +375,15 @@ class OnPolicy(Method):
         )
         inputs = minibatch.inputs.of(batch)
         loss, metrics = policy_loss(logprobs, entropy, inputs, counts, options)
-        has_teacher = self.teacher is not None and self.teacher_coef > 0
-        if self.teacher is not None and minibatch.teacher is not None and has_teacher:
+        if self.teacher is not None and minibatch.teacher is not None and self.teacher_coef > 0:
             distance, of_distance = self.teacher.distance(batch, states, minibatch.teacher, counts)
             loss = loss + self.teacher_coef * distance
             metrics = of_distance | metrics
         if measure_gap:
             metrics |= sampling_gap(logprobs, inputs, counts)
         has_advantage = any(minibatch.has_advantage[row] for row in batch.rows)
-        learns = has_advantage or has_teacher or options.entropy_coef > 0
+        is_taught = self.teacher_coef > 0 and any(minibatch.is_taught[row] for row in batch.rows)
+        learns = has_advantage or is_taught or options.entropy_coef > 0
         if not learns and only_rounding(logprobs, inputs, kl_coef=options.kl_coef):
             loss = loss.detach()
         return loss, metrics

@@ -117,8 +117,15 @@ class Experience:
 
     @cached_property
     def has_advantage(self) -> list[bool]:
-        """Return which samples have an advantage on some token, found once for all micro-batches."""
-        return self.inputs.advantage.any(dim=1).tolist()
+        """Return which samples have an advantage on some token in the loss, found once for all micro-batches."""
+        return torch.where(self.inputs.mask, self.inputs.advantage, 0.0).any(dim=1).tolist()
+
+    @cached_property
+    def is_taught(self) -> list[bool]:
+        """Return which samples have tokens in the loss that a teacher has scored."""
+        if self.teacher is None:
+            return [False] * len(self.samples)
+        return [sample.in_loss and taught for sample, taught in zip(self.samples, self.teacher.taught, strict=True)]
 
     def rows(self, rows: Sequence[int]) -> Experience:
         """Return some of the samples: a minibatch."""
