@@ -4,21 +4,18 @@ from typing import Any
 
 import pytest
 
-from tinyrl.data import formats
+from tinyrl.data import formats, kinds
 from tinyrl.data.formats import (
     Format,
-    Judged,
-    Labels,
-    Pairs,
     Scored,
     TextExample,
-    Texts,
     labelled,
     preference,
     shared_prompt,
     text_examples,
     two_labels,
 )
+from tinyrl.data.kinds import Judged, Labels, Pairs, Texts
 from tinyrl.data.rows import train_eval_split
 
 
@@ -156,7 +153,7 @@ def test_a_reward_model_learns_from_two_labels() -> None:
         ({"messages": [A, said(""), A, X]}, Texts(), None),
         ({"prompt": "a", "completion": ""}, Texts(), "an empty answer"),
         ({"prompt": "a", "completion": ""}, Texts(learns_prompts=True), None),
-        ({"messages": [A, UNLEARNT]}, Texts(), formats.UNLEARNT),
+        ({"messages": [A, UNLEARNT]}, Texts(), kinds.UNLEARNT),
         ({"messages": [A, UNLEARNT, A, LEARNT]}, Texts(), None),
     ],
 )

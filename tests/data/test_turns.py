@@ -8,20 +8,8 @@ import pytest
 from tests.data.test_formats import SYSTEM, A, X, Y, said, user
 from tests.running import rows_for
 from tests.training.rows import write_rows
-from tinyrl.data.formats import (
-    EMPTY,
-    UNLEARNT,
-    Labels,
-    Pairs,
-    Scored,
-    TextExample,
-    Texts,
-    labelled,
-    preference,
-    shared_prompt,
-    text_examples,
-    with_prompt,
-)
+from tinyrl.data.formats import Scored, TextExample, labelled, preference, shared_prompt, text_examples, with_prompt
+from tinyrl.data.kinds import EMPTY, UNLEARNT, Labels, Pairs, Texts
 from tinyrl.data.turns import behind_beginning, first_answer, is_learnt, learnt_turns
 from tinyrl.runs.resolve import config_of
 

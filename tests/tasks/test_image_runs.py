@@ -11,8 +11,9 @@ from tests.images import BLUE, RED, image_cache, image_file, picture  # noqa: F4
 from tests.running import rows_for
 from tests.training.rows import write_rows
 from tinyrl.api import overrides_from
-from tinyrl.data.formats import Texts, shared_prompt, text_examples
+from tinyrl.data.formats import shared_prompt, text_examples
 from tinyrl.data.images import IMAGE_MARK, images_of
+from tinyrl.data.kinds import Texts
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import fingerprint, fingerprints, prompt_key, prompt_keys, row_key, train_eval_split
 from tinyrl.data.sources import placed_rows

@@ -13,20 +13,9 @@ from pathlib import Path
 from tinyrl.config.conflicts import check_data_given
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
-from tinyrl.data.formats import (
-    COMPLETION,
-    KNOWN_COLUMNS,
-    Judged,
-    Pairs,
-    RowKind,
-    Texts,
-    at_place,
-    given_beside,
-    has_system,
-    refuse_media,
-    with_prompt,
-)
+from tinyrl.data.formats import COMPLETION, KNOWN_COLUMNS, with_prompt
 from tinyrl.data.images import images_of, shown_text
+from tinyrl.data.kinds import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, refuse_media
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row
 from tinyrl.data.rows import (

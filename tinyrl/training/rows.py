@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import Any
 
 from tinyrl.config.derive import with_num_steps
-from tinyrl.data.formats import EQUAL, beginning, leave_out
+from tinyrl.data.formats import beginning
+from tinyrl.data.kinds import EQUAL, leave_out
 from tinyrl.data.messages import Prompt
 from tinyrl.data.readers import Row
 from tinyrl.data.rows import batch_indices, few_held_out, fingerprints

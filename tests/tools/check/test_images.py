@@ -10,8 +10,8 @@ from tests.tiny_vision import tiny_vision
 from tests.tools.check.test_first_row import quick
 from tests.training.rows import loaded
 from tests.training.test_vision_runs import settings
-from tinyrl.data.formats import Texts
 from tinyrl.data.images import IMAGE_MARK, is_image_id
+from tinyrl.data.kinds import Texts
 from tinyrl.models.tokens import readable
 from tinyrl.rewards.holes import find_holes, known_answers
 from tinyrl.rollout.prepared import prepare

@@ -13,8 +13,9 @@ from typing import Any
 
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.data.formats import Examples, RowKind, TextExample, beginning
+from tinyrl.data.formats import TextExample, beginning
 from tinyrl.data.images import Image, is_image_id
+from tinyrl.data.kinds import Examples, RowKind
 from tinyrl.data.messages import as_messages
 from tinyrl.data.readers import Row
 from tinyrl.data.turns import goes_on, joined
