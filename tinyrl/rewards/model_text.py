@@ -90,7 +90,7 @@ def reward_tokens(
     images: ImageExpander | None = None,
 ) -> list[int]:
     """Tokenise an answer behind its prompt (None: a text alone) as a reward model reads it: its last `max_tokens`
-    tokens, at least one. Of an answer in messages the last one's text is judged, and the others join the prompt.
+    tokens, at least one.
 
     An adapter reads the tokens that the policy would have sampled, and `images` where the policy does. For a
     classification model a chat template brings its own special tokens, and plain text gets those that the tokenizer
@@ -101,26 +101,15 @@ def reward_tokens(
     variables = text_format.chat_template
     system = text_format.system_prompt
     templated = in_chat(tokenizer, chat)
-    if prompt is None:
-        if templated:
-            raise ValueError(
-                "the rows hold texts without a prompt, and the model has a chat template: task.chat=false reads the "
-                "texts as they are, or give `prompt` and `completion`"
-            )
-        assert isinstance(answer, str)
-        prompt = answer
-        answer = ""
-    elif not isinstance(answer, str):
-        *before, last = answer
-        more = [f" with `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
-        if last["role"] != "assistant" or more:
-            what = f"not one of the role {last['role']!r:.40}{''.join(more)}"
-            raise ValueError(f"an answer ends with a message of the assistant, all of it in `content`, {what}")
-        prompt = [*as_messages(prompt), *before] if before else prompt
-        answer = str(last["content"])
+    if prompt is None and templated:
+        raise ValueError(
+            "the rows hold texts without a prompt, and the model has a chat template: task.chat=false reads the "
+            "texts as they are, or give `prompt` and `completion`"
+        )
+    prompt, text = judged(prompt, answer)
     if adapter:
         rendered = text_format.render(tokenizer, prompt, images=images)
-        sampled = answer_tokens(tokenizer, rendered, answer, chat=chat, variables=variables)
+        sampled = answer_tokens(tokenizer, rendered, text, chat=chat, variables=variables)
         asked, sampled = within(tokenizer, rendered.tokens, sampled, max_tokens)
         return asked + sampled
     if images_of(prompt):
@@ -128,20 +117,46 @@ def reward_tokens(
     if templated:
         messages = asked_messages(prompt, system)
         begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
-        messages.append({"role": "assistant", "content": begun + answer})
-        text = template_text(tokenizer, messages, variables=variables)
-        check_written(tokenizer, messages, text, variables=variables)
-        tokens, _ = within(tokenizer, token_ids(tokenizer, text), [], max_tokens)
+        messages.append({"role": "assistant", "content": begun + text})
+        whole = template_text(tokenizer, messages, variables=variables)
+        check_written(tokenizer, messages, whole, variables=variables)
+        tokens, _ = within(tokenizer, token_ids(tokenizer, whole), [], max_tokens)
     else:
-        asked = f"{system}\n\n{prompt}" if system and isinstance(prompt, str) else prompt
-        if not isinstance(asked, str):
-            asked = "".join(f"{message['content']}\n\n" for message in asked_messages(asked, system))
-        (before, after), tokens = added_around(tokenizer), token_ids(tokenizer, asked + disguised(tokenizer, answer))
-        tokens = tokens[1:] if tokens[:1] == before[-1:] else tokens  # the text brings its own BOS
-        room = max(1, max_tokens - len(before) - len(after))
-        tokens = before + tokens[-room:] + after
+        tokens = plain_tokens(tokenizer, prompt, text, system=system, max_tokens=max_tokens)
     end = tokenizer.eos_token_id
     return tokens or [end if isinstance(end, int) else 0]
+
+
+def judged(prompt: Prompt | None, answer: Side) -> tuple[Prompt, str]:
+    """Return the prompt and the text that is judged behind it. Of an answer in messages that is the last one's text,
+    and the others join the prompt; a text alone is its own prompt. Raises ValueError for an answer that no policy
+    writes.
+    """
+    if prompt is None:
+        assert isinstance(answer, str)
+        return answer, ""
+    if isinstance(answer, str):
+        return prompt, answer
+    *before, last = answer
+    more = [f" with `{key}`" for key in ("tool_calls", "reasoning_content", "thinking") if last.get(key)]
+    if last["role"] != "assistant" or more:
+        what = f"not one of the role {last['role']!r:.40}{''.join(more)}"
+        raise ValueError(f"an answer ends with a message of the assistant, all of it in `content`, {what}")
+    return ([*as_messages(prompt), *before] if before else prompt), str(last["content"])
+
+
+def plain_tokens(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, *, system: str | None, max_tokens: int
+) -> list[int]:
+    """Tokenise a text behind its prompt without a chat template, between the special tokens that the tokenizer adds."""
+    asked = f"{system}\n\n{prompt}" if system and isinstance(prompt, str) else prompt
+    if not isinstance(asked, str):
+        asked = "".join(f"{message['content']}\n\n" for message in asked_messages(asked, system))
+    before, after = added_around(tokenizer)
+    tokens = token_ids(tokenizer, asked + disguised(tokenizer, text))
+    tokens = tokens[1:] if tokens[:1] == before[-1:] else tokens  # the text brings its own BOS
+    room = max(1, max_tokens - len(before) - len(after))
+    return before + tokens[-room:] + after
 
 
 def within(
