@@ -131,7 +131,8 @@ def _message(value: Any, column: str) -> Message:
         raise refuse("that is not an object with role and content")
     message = {str(key): inner for key, inner in value.items() if inner is not None}
     if "role" not in message and "from" in message:  # ShareGPT
-        sender, message["content"] = str(message.pop("from")), message.pop("value", "")
+        sender = str(message.pop("from"))
+        message["content"] = message.pop("value", "")
         if sender not in SHAREGPT_ROLES:
             raise refuse(f"from none of {', '.join(SHAREGPT_ROLES)}")
         message["role"] = SHAREGPT_ROLES[sender]

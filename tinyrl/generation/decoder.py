@@ -208,7 +208,8 @@ class RowCache:
         self.entries = entries
         self.cos = cos
         self.sin = sin
-        self.lanes, self.width, self.size = 2 * entries.shape[2], *entries.shape[-2:]
+        self.lanes = 2 * entries.shape[2]
+        self.width, self.size = entries.shape[-2:]
 
     def places(self, row: Tensor, position: Tensor) -> Tensor:
         """Return the flat index in a layer of the key and the value of each kv head, for N new tokens."""
@@ -375,14 +376,17 @@ class Decoder:
         lanes = (width, 1, self.queries + 2, self.head_dim)
         all_cos = cos.new_ones(lanes)
         all_sin = sin.new_zeros(lanes)
-        all_cos[:, :, :-1], all_sin[:, :, :-1] = cos[0, :, None, None], sin[0, :, None, None]
+        all_cos[:, :, :-1] = cos[0, :, None, None]
+        all_sin[:, :, :-1] = sin[0, :, None, None]
         return RowCache(entries, all_cos, all_sin)
 
     def prefill(self, ids: Tensor, lengths: Tensor, *, cache: RowCache, rows: list[range]) -> Tensor:
         """Prefill prompts ids (P, L), padded on the right: keys and values of prompt p go into each of rows[p] of the
         cache. Returns the hidden state of each prompt's last token, (P, H).
         """
-        (prompts, width), (shared, size) = ids.shape, (self.queries, self.head_dim)
+        prompts, width = ids.shape
+        shared = self.queries
+        size = self.head_dim
         rotation = (cache.cos[:width].repeat(prompts, 1, 1, 1), cache.sin[:width].repeat(prompts, 1, 1, 1))
         x = self.embedding[ids].flatten(0, 1)
         for i, layer in enumerate(self.layers):
@@ -407,7 +411,9 @@ class Decoder:
         start: a number where all rows begin at the same position; `width` is then start + L. Such rows share a mask,
         or need none, where one of each row's own would be as large as their scores.
         """
-        (count, most), size, device = ids.shape, self.head_dim, ids.device
+        count, most = ids.shape
+        size = self.head_dim
+        device = ids.device
         shared = self.queries
         alike = isinstance(start, int)
         assert not alike or width == start + most

@@ -241,7 +241,8 @@ def supports_fused_layers(backbone: Any) -> bool:
 @torch.no_grad()
 def _same_as_the_library(backbone: Any, now: Computation) -> bool:
     """Compare the states of all layers on a few packed tokens, and the derivatives of the first layers."""
-    (batch, _), few = _few_rows(backbone), copy.copy(backbone)
+    batch, _ = _few_rows(backbone)
+    few = copy.copy(backbone)
     layers: list[Any] = [copy.copy(layer) for layer in backbone.layers[:COMPARED_LAYERS]]
     few._modules = {**backbone._modules, "layers": nn.ModuleList(layers)}
 

@@ -19,7 +19,8 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._tokens = [*before]
         self._options: Any = options or {"skip_special_tokens": True}
-        self._before, self._out = 0, len(self._tokens)  # text is decoded from `before`; up to `out` it was returned
+        self._before = 0  # text is decoded from here on
+        self._out = len(self._tokens)  # and was returned up to here
 
     def add(self, tokens: list[int], *, at_end: bool = False) -> str:
         self._tokens += tokens
@@ -30,7 +31,8 @@ class IncrementalDetokenizer:
         half = text.endswith("\ufffd") and len(self._tokens) - self._out < CHARACTER_TOKENS
         if len(text) <= len(known) or (half and not at_end):
             return ""
-        self._before, self._out = self._out, len(self._tokens)
+        self._before = self._out
+        self._out = len(self._tokens)
         return text[len(known) :]
 
     def end(self) -> str:

@@ -312,7 +312,8 @@ def top_k_of(states: Tensor, head: Head, *, top_k: int, temperature: float) -> T
     for chunk in chunks_of(len(states), head.weight.shape[0], device=states.device):
         log_p = log_softmax(states[chunk], head, temperature)
         likeliest = log_p.topk(top_k).indices
-        ids[chunk], logprobs[chunk] = likeliest.int(), top_bins(log_p, likeliest)
+        ids[chunk] = likeliest.int()
+        logprobs[chunk] = top_bins(log_p, likeliest)
     return TeacherTopK(ids, logprobs)
 
 

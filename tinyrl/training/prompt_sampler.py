@@ -94,7 +94,8 @@ class PassRates(PromptSampler):
         for i, key in enumerate(self.keys):
             if key in record:
                 was_right, was_wrong = self._known(key, step, record)
-                right[i], wrong[i] = PRIOR + was_right, PRIOR + was_wrong
+                right[i] = PRIOR + was_right
+                wrong[i] = PRIOR + was_wrong
         n = right + wrong
         worth = right * wrong / (n * (n + 1))
         seen = (self._probed.sum(0) > 0) | np.array([key in record for key in self.keys])

@@ -242,7 +242,9 @@ def join_turns(turns: list[Example], *, appended_end: bool = False) -> list[Exam
         if before is None:
             out.append(turn)
             continue
-        (target,), (mask,), (answer,) = before.responses, before.listed(), turn.responses
+        (target,) = before.responses
+        (mask,) = before.listed()
+        (answer,) = turn.responses
         read = before.texts[0]
         if appended_end:
             read = read[:-1]

@@ -204,7 +204,8 @@ class LocalTeacher(Teacher):
                 found[0][where] = states.to(found[0].dtype)
             else:
                 likeliest = top_k_of(states, self.head, top_k=top_k, temperature=self.temperature)
-                found[0][where], found[1][where] = likeliest.ids, likeliest.logprobs
+                found[0][where] = likeliest.ids
+                found[1][where] = likeliest.logprobs
 
         with torch.no_grad(), policy.acting(role), policy.run_device.autocast():
             policy.micro_batches.run(Work(policy.lengths(items), run), world=self.world)
