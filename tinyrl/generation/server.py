@@ -57,8 +57,8 @@ PROBED_PROMPTS = 4
 PROBED_TOKENS = 64
 UNEXPLAINED = 0.1  # share of the variance of our numbers; another model leaves 1 or more
 HOW_TO_START = "docs/scale.md has vLLM's command; it runs on this machine, able to read TMPDIR"
-SMALLEST_GAP = 1e-4
-TIMES = 5.0  # nats per token: a gap is too large above the first one, this many times
+SMALLEST_GAP = 1e-4  # nats per token that are never too many
+TIMES = 5.0  # the first gap: one above that is too large
 
 
 class ServerError(Exception):
