@@ -32,6 +32,9 @@ VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one 
 IGNORED_KEYS = ("type", "detail")
 TAG = "<image>"  # a place in a text, where the row has a column of images
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
+FILE_ENDS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")  # of image files
+LONGEST_NAME = 4096  # characters of a text that may name a file
+OTHER_COLUMNS = (*CHAT_COLUMNS, *IMAGE_COLUMNS, "text", "answer", "label", "tools", "system", "id", "unused")
 
 
 @dataclass
@@ -102,6 +105,45 @@ def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     if not images and not _may_hold(prompt):
         return prompt
     return _placed_chat({"prompt": prompt}, ImagePlaces(files=files, given=images))["prompt"]
+
+
+def has_places(row: Row) -> bool:
+    """Return whether a text of a row that is not the policy's has TAG."""
+    for name in CHAT_COLUMNS:
+        value = _with_chat(row.get(name))
+        if name == "prompt" and isinstance(value, str) and TAG in value:
+            return True
+        if isinstance(value, list | tuple) and any(TAG in _tagged_text(message) for message in value):
+            return True
+    return False
+
+
+def unshown_columns(row: Row) -> list[str]:
+    """Return the columns of a row that name image files, or hold one as a data URL, where no prompt shows them: all but
+    the columns of images, and those of texts. A name with dots is a key inside a column.
+    """
+    found = list[str]()
+    for name, value in row.items():
+        if name in OTHER_COLUMNS:
+            continue
+        if _names_image(value):
+            found.append(name)
+        elif isinstance(value, dict):
+            found += [f"{name}.{key}" for key, inner in value.items() if _names_image(inner)]
+    return found
+
+
+def _names_image(value: Any) -> bool:
+    """Return whether a value, or the first of several, is the name of an image file, a data URL of one, or an object
+    with one of these.
+    """
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, dict):
+        return any(_names_image(first[key]) for key in VALUE_KEYS if isinstance(first.get(key), str))
+    if not isinstance(first, str):
+        return False
+    is_name = len(first) <= LONGEST_NAME and not any(map(str.isspace, first)) and first.lower().endswith(FILE_ENDS)
+    return is_name or first.startswith("data:image/")
 
 
 def with_parts(prompt: Any) -> Any:

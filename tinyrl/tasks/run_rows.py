@@ -26,6 +26,7 @@ from tinyrl.data.formats import (
     refuse_media,
     with_prompt,
 )
+from tinyrl.data.image_rows import TAG, has_places, unshown_columns
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row
@@ -44,7 +45,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
 from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.task import Task
-from tinyrl.text import first_line, join_truncated
+from tinyrl.text import first_line, join_truncated, truncate
 
 INSTEAD = {
     "system": "write it as the first message, with the role system, or set task.system_prompt",
@@ -68,8 +69,34 @@ class RunRows:
     @property
     def has_images(self) -> bool:
         """Return whether a prompt or a text has an image, so that a model with a vision tower reads them."""
-        text = [row for _, row in self.text]
-        return any(row.get("images") for row in (*self.train, *self.held_out, *text))
+        return any(row.get("images") for row in self._all())
+
+    def _all(self) -> list[Row]:
+        return [*self.train, *self.held_out, *(row for _, row in self.text)]
+
+    def unshown_places(self) -> list[str]:
+        """Return a sentence on rows without images whose prompts have a place of one; other tasks than `rows` may make
+        their prompts of other columns.
+        """
+        if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
+            return []
+        rows = self._all()
+        count = sum(not row.get("images") and has_places(row) for row in rows)
+        return [f"{count:,} of {len(rows):,} rows have {TAG} in a prompt, and no image"] if count else []
+
+    def unshown_columns(self) -> list[str]:
+        """Return a sentence on each column of images that no prompt shows, where no row has other images."""
+        if self.has_images:
+            return []
+        rows = self._all()
+        counts = Counter[str]()
+        for row in rows:
+            counts.update(unshown_columns(row))
+        return [
+            f"the column `{truncate(name)}` of {count:,} of {len(rows):,} rows names images, and no prompt shows them "
+            f"(task.columns.images={truncate(name)} does)"
+            for name, count in counts.items()
+        ]
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
