@@ -14,6 +14,7 @@ from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
 from tinyrl.evaluation.side import OwnSide
+from tinyrl.evaluation.statistics import FEWEST
 from tinyrl.formatting import format_number
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
@@ -207,7 +208,9 @@ def _against(against: Against, *, prompts: int) -> list[str]:
     difference = against.difference
     if math.isnan(difference.reward_mean):
         return ["no reward on both sides, so there is nothing to compare"]
-    verdict = "" if difference.distinguishable else ": not distinguishable"
+    low, high = difference.reward_ci
+    reason = f", as fewer than {FEWEST} prompts differ" if low > 0.0 or high < 0.0 else ""
+    verdict = "" if difference.distinguishable else f": not distinguishable{reason}"
     mean = _shown(difference.reward_mean, signed=True)
     interval = _shown(difference.reward_ci, signed=True)
     lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]
