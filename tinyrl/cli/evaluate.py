@@ -14,7 +14,6 @@ from tinyrl.cli.options import Json, settings_argument
 from tinyrl.data.rows import FEW
 from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
 from tinyrl.evaluation.side import OwnSide
-from tinyrl.evaluation.statistics import FEWEST
 from tinyrl.formatting import format_number
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
@@ -205,6 +204,8 @@ def _end_of(name: str, width: int) -> str:
 
 def _against(against: Against, *, prompts: int) -> list[str]:
     """Return lines for how a policy differs from another on so many prompts."""
+    from tinyrl.evaluation.statistics import FEWEST  # scipy with it
+
     difference = against.difference
     if math.isnan(difference.reward_mean):
         return ["no reward on both sides, so there is nothing to compare"]
