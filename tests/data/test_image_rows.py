@@ -10,7 +10,7 @@ import pytest
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.image_rows import has_places, placed_prompt, unshown_columns, with_images, with_parts
+from tinyrl.data.image_rows import placed_prompt, unshown_columns, with_images, with_parts, written_place
 from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.messages import messages_of, prompt_of
 from tinyrl.data.readers import Row
@@ -115,15 +115,18 @@ def test_what_cannot_be_shown_is_refused(files: ImageFiles, row: Row, named: str
         with_images(row, files)
 
 
-@pytest.mark.parametrize(("row", "is_place"), [
-    ({"prompt": "an <image>"}, True), ({"prompt": [user("an <image>")], "images": []}, True),
-    ({"messages": '[{"role": "user", "content": "<image>"}]'}, True),
-    ({"conversations": [{"from": "human", "value": "<image>"}]}, True), ({"chosen": [user("<image>")]}, True),
-    ({"prompt": "an image"}, False), ({"prompt": "a", "completion": "<image>"}, False), ({"text": "<image>"}, False),
-    ({"messages": [user("a"), {"role": "assistant", "content": "<image>"}]}, False),
+@pytest.mark.parametrize(("row", "place"), [
+    ({"prompt": "an <image>"}, "<image>"), ({"prompt": [user("an <image>")], "images": []}, "<image>"),
+    ({"messages": '[{"role": "user", "content": "<image>"}]'}, "<image>"),
+    ({"conversations": [{"from": "human", "value": "<image>"}]}, "<image>"), ({"chosen": [user("<image>")]}, "<image>"),
+    ({"prompt": "<|vision_start|><|image_pad|><|vision_end|>what?"}, "<|image_pad|>"),
+    ({"messages": [user("a"), user("<img>7.png</img>what?")]}, "<img>7.png</img>"),
+    ({"prompt": "an image"}, None), ({"prompt": "a", "completion": "<image>"}, None), ({"text": "<image>"}, None),
+    ({"prompt": "what is an <img> or <img src='7.png'>?"}, None), ({"prompt": "<svg><image href='a'/></svg>"}, None),
+    ({"messages": [user("a"), {"role": "assistant", "content": "<image>"}]}, None),
 ])  # fmt: skip
-def test_a_tag_in_a_text_of_the_user_is_a_place(row: Row, is_place: bool) -> None:
-    assert has_places(row) is is_place
+def test_what_a_text_of_the_user_has_for_an_image(row: Row, place: str | None) -> None:
+    assert written_place(row) == place
 
 
 @pytest.mark.parametrize(("row", "columns"), [

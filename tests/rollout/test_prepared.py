@@ -161,3 +161,11 @@ def test_an_evaluation_refuses_what_seems_an_image_where_a_model_sees_images(tmp
         data = str(write_rows(tmp_path / "rows.jsonl", [{**ASKED, **row}]))
         with pytest.raises(ValueError, match="<image>") if is_refused else nullcontext():
             prepare_evaluation(str(tmp_path), Asked(data=data))
+
+
+def test_rows_that_are_trained_on_and_evaluated_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    data = write_rows(tmp_path / "rows.jsonl", [{**ASKED, "prompt": f"<image>{i}", "system": "s"} for i in range(4)])
+    task = {"data": str(data)}  # of which none are held out
+    notes = prepare(config_of({"method": "grpo", "model": {"path": str(tmp_path)}, "task": task})).rows.notes
+    assert [("4 of 4" in note, "system" in note) for note in notes] == [(True, True), (True, False)]

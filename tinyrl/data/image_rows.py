@@ -12,6 +12,7 @@ that its files have not changed is checked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
 IGNORED_KEYS = ("type", "detail")
 TAG = "<image>"  # a place in a text, where the row has a column of images
+# What data sets write in a text for an image: TAG, a model's own placeholder, ms-swift's <img>FILE</img>.
+WRITTEN_PLACE = re.compile(r"<image>|<\|image_pad\|>|<\|image\|>|<start_of_image>|<IMG_CONTEXT>|<img>[^<>\n]+</img>")
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
 FILE_ENDS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")  # of image files
 LONGEST_NAME = 4096  # characters of a text that may name a file
@@ -107,15 +110,16 @@ def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     return _placed_chat({"prompt": prompt}, ImagePlaces(files=files, given=images))["prompt"]
 
 
-def has_places(row: Row) -> bool:
-    """Return whether a text of a row that is not the policy's has TAG."""
+def written_place(row: Row) -> str | None:
+    """Return what the first text of a row that is not the policy's has for an image; None where none has any."""
     for name in CHAT_COLUMNS:
         value = _with_chat(row.get(name))
-        if name == "prompt" and isinstance(value, str) and TAG in value:
-            return True
-        if isinstance(value, list | tuple) and any(TAG in _tagged_text(message) for message in value):
-            return True
-    return False
+        messages = value if isinstance(value, list | tuple) else []
+        texts = [value] if name == "prompt" and isinstance(value, str) else [*map(_tagged_text, messages)]
+        found = next(filter(None, map(WRITTEN_PLACE.search, texts)), None)
+        if found is not None:
+            return found.group()
+    return None
 
 
 def unshown_columns(row: Row) -> list[str]:

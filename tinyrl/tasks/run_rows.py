@@ -26,7 +26,7 @@ from tinyrl.data.formats import (
     refuse_media,
     with_prompt,
 )
-from tinyrl.data.image_rows import TAG, has_places, unshown_columns
+from tinyrl.data.image_rows import unshown_columns, written_place
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
 from tinyrl.data.readers import Placed, Row
@@ -72,7 +72,7 @@ class RunRows:
         return any(row.get("images") for row in self._all())
 
     def _all(self) -> list[Row]:
-        return [*self.train, *self.held_out, *(row for _, row in self.text)]
+        return distinct([*self.train, *self.held_out, *(row for _, row in self.text)])
 
     def unshown_places(self) -> list[str]:
         """Return a sentence on rows without images whose prompts have a place of one; other tasks than `rows` may make
@@ -81,8 +81,9 @@ class RunRows:
         if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
             return []
         rows = self._all()
-        count = sum(not row.get("images") and has_places(row) for row in rows)
-        return [f"{count:,} of {len(rows):,} rows have {TAG} in a prompt, and no image"] if count else []
+        places = [place for row in rows if not row.get("images") and (place := written_place(row)) is not None]
+        count = f"{len(places):,} of {len(rows):,} rows"
+        return [f"{count} have a place of an image in a prompt ({truncate(places[0])}), and no image"] if places else []
 
     def unshown_columns(self) -> list[str]:
         """Return a sentence on each column of images that no prompt shows, where no row has other images."""
@@ -137,9 +138,14 @@ def _rows_of_run(config: Config, task: Task) -> RunRows:
     cut = where.max_samples
     train = train[:cut]
     held_out = held_out[:cut]
-    notes += unread_notes(train + held_out, kind, config)
+    notes += unread_notes(distinct(train + held_out), kind, config)
     notes += promptless_notes(train, kind)
     return RunRows(train=train, held_out=held_out, kind=kind, notes=notes)
+
+
+def distinct(rows: list[Row]) -> list[Row]:
+    """Return rows without those that are there again, as evaluation has those of training where none are held out."""
+    return [*{id(row): row for row in rows}.values()]
 
 
 def unread_notes(rows: list[Row], kind: RowKind, config: Config) -> list[str]:
