@@ -147,12 +147,17 @@ def test_what_seems_an_image_is_noted_where_a_model_sees_none(tmp_path: Path, ro
     assert named in note
 
 
-def test_a_column_that_a_reward_may_read_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_seems_an_image_is_noted_where_rows_are_said_to_be_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], named: str
+) -> None:
+    """Also a column that a reward function may read."""
     monkeypatch.chdir(tmp_path)
-    [note] = prepared_without_images(tmp_path, {"picture": "red.png"}, config=SEES, **READS).rows.notes
-    assert "`picture`" in note
-    with pytest.raises(ValueError, match="<image>"):
-        prepared_without_images(tmp_path, {"prompt": "<image>"}, config=SEES, **READS)
+    with pytest.raises(ValueError, match=r"model\.with_images"):
+        prepared_without_images(tmp_path, row, config=SEES, **READS)
+    model = {"path": str(tmp_path), "with_images": True}
+    [note] = prepared_without_images(tmp_path, row, config=SEES, **READS, model=model).rows.notes
+    assert named in note
 
 
 def test_an_evaluation_refuses_what_seems_an_image_where_a_model_sees_images(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
         if rows.has_images:
             check_images(config)
         if not asked.as_it_is:  # a run that was trained so is evaluated so
-            unshown_notes(config, task, rows)
+            unshown_notes(config, rows)
         return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
 
 

@@ -11,7 +11,7 @@ from tinyrl.rollout.preflight import check_before_loading, check_images, image_n
 from tinyrl.runs.resolve import check_room_for_responses, has_vision_tower, resolve
 from tinyrl.tasks import Task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
-from tinyrl.tasks.run_rows import RunRows, code_reads_columns, rows_of_run, text_rows
+from tinyrl.tasks.run_rows import RunRows, rows_of_run, text_rows
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def prepare(config: Config) -> PreparedRun:
         if rows.has_images:
             check_images(settings.config)
             rows = replace(rows, notes=[*rows.notes, *image_notes(config)])
-        rows = replace(rows, notes=[*rows.notes, *unshown_notes(settings.config, task, rows)])
+        rows = replace(rows, notes=[*rows.notes, *unshown_notes(settings.config, rows)])
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)
@@ -54,17 +54,19 @@ def prepare(config: Config) -> PreparedRun:
     return PreparedRun(config=resolved, task=task, rows=rows)
 
 
-def unshown_notes(config: Config, task: Task, rows: RunRows) -> list[str]:
+def unshown_notes(config: Config, rows: RunRows) -> list[str]:
     """Return warnings of what seems to be an image and is read as text, or not at all. Raises Refusal where the model
-    has a vision tower, unless code of the user's may read the column.
+    has a vision tower, unless model.with_images was given: then they are meant as rows of text.
     """
-    places = rows.unshown_places()
     columns = [] if config.environment.agent is not None else rows.unshown_columns()
-    refused = places if code_reads_columns(config, task) else [*places, *columns]
-    if refused and config.model.with_images is not False and has_vision_tower(config.model.path):
-        hint = "Give a row its images in a column `images`; what is no image: another text, or task.columns.unused=NAME"
-        raise Refusal(("task.data",), f"{refused[0]}. model.path={config.model.path} sees images. {hint}")
-    return [f"warning: {sentence}: the model does not see it" for sentence in [*places, *columns]]
+    found = [*rows.unshown_places(), *columns]
+    if found and config.model.with_images is None and has_vision_tower(config.model.path):
+        what = "or task.columns.unused=NAME if a column holds none; model.with_images=true if these are rows of text"
+        raise Refusal(
+            ("task.data", "model.path"),
+            f"{found[0]}. model.path={config.model.path} sees images: give a row its own in a column `images`, {what}",
+        )
+    return [f"warning: {sentence}: the model does not see it" for sentence in found]
 
 
 def with_tower(config: Config, rows: RunRows) -> Config:
