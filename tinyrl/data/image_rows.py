@@ -36,6 +36,7 @@ TAG = "<image>"  # a place in a text, where the row has a column of images
 WRITTEN_PLACE = re.compile(r"<image>|<\|image_pad\|>|<\|image\|>|<start_of_image>|<IMG_CONTEXT>|<img>[^<>\n]+</img>")
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
 FILE_ENDS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")  # of image files
+LONGEST_END = max(map(len, FILE_ENDS))
 LONGEST_NAME = 4096  # characters of a text that may name a file
 OTHER_COLUMNS = (*CHAT_COLUMNS, *IMAGE_COLUMNS, "text", "answer", "label", "tools", "system", "id", "unused")
 
@@ -146,8 +147,10 @@ def _names_image(value: Any) -> bool:
         return any(_names_image(first[key]) for key in VALUE_KEYS if isinstance(first.get(key), str))
     if not isinstance(first, str):
         return False
-    is_name = len(first) <= LONGEST_NAME and not any(map(str.isspace, first)) and first.lower().endswith(FILE_ENDS)
-    return is_name or first.startswith("data:image/")
+    if first.startswith("data:image/"):
+        return True
+    ends_so = first[-LONGEST_END:].lower().endswith(FILE_ENDS)
+    return ends_so and len(first) <= LONGEST_NAME and not any(map(str.isspace, first))
 
 
 def with_parts(prompt: Any) -> Any:
