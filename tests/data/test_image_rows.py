@@ -10,7 +10,7 @@ import pytest
 from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.image_rows import placed_prompt, with_images, with_parts
+from tinyrl.data.image_rows import placed_prompt, unshown_columns, with_images, with_parts, written_place
 from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.messages import messages_of, prompt_of
 from tinyrl.data.readers import Row
@@ -113,6 +113,32 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
 def test_what_cannot_be_shown_is_refused(files: ImageFiles, row: Row, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         with_images(row, files)
+
+
+@pytest.mark.parametrize(("row", "place"), [
+    ({"prompt": "an <image>"}, "<image>"), ({"prompt": [user("an <image>")], "images": []}, "<image>"),
+    ({"messages": '[{"role": "user", "content": "<image>"}]'}, "<image>"),
+    ({"conversations": [{"from": "human", "value": "<image>"}]}, "<image>"), ({"chosen": [user("<image>")]}, "<image>"),
+    ({"prompt": "<|vision_start|><|image_pad|><|vision_end|>what?"}, "<|image_pad|>"),
+    ({"messages": [user("a"), user("<img>7.png</img>what?")]}, "<img>7.png</img>"),
+    ({"prompt": "an image"}, None), ({"prompt": "a", "completion": "<image>"}, None), ({"text": "<image>"}, None),
+    ({"prompt": "what is an <img> or <img src='7.png'>?"}, None), ({"prompt": "<svg><image href='a'/></svg>"}, None),
+    ({"messages": [user("a"), {"role": "assistant", "content": "<image>"}]}, None),
+])  # fmt: skip
+def test_what_a_text_of_the_user_has_for_an_image(row: Row, place: str | None) -> None:
+    assert written_place(row) == place
+
+
+@pytest.mark.parametrize(("row", "columns"), [
+    ({"image_path": "pictures/7.PNG"}, ["image_path"]), ({"Images": ["7.png"]}, ["Images"]),
+    ({"picture": "data:image/png;base64,AAAA"}, ["picture"]), ({"picture": {"path": "7.jpg"}}, ["picture"]),
+    ({"url": "https://pictures.example/7.webp"}, ["url"]), ({"pictures": [{"url": "7.gif"}]}, ["pictures"]),
+    ({"multi_modal_data": {"image": ["7.png"]}}, ["multi_modal_data.image"]),
+    ({"answer": "7.png", "images": ["7.png"], "id": "7.png", "unused": "7.png"}, []),
+    ({"about": "see 7.png", "name": "png", "n": 7, "none": None, "list": [], "table": {"a": 1}}, []),
+])  # fmt: skip
+def test_a_column_that_names_images_and_is_shown_by_no_prompt(row: Row, columns: list[str]) -> None:
+    assert unshown_columns({"prompt": "a.png", **row}) == columns
 
 
 def test_a_message_has_as_many_marks_as_images(files: ImageFiles) -> None:

@@ -30,6 +30,13 @@ def saved(path: Path, image: Any, **options: Any) -> Image:
 # ---- what an image may be ----
 
 
+@pytest.mark.parametrize(("text", "is_said"), [(DATA_URL.partition(",")[2], True), ("pictures/" * 9 + "a.png", False)])
+def test_base64_without_its_head_is_refused_with_what_to_write_before_it(text: str, is_said: bool) -> None:
+    with pytest.raises(ValueError, match="no image file") as refused:
+        ImageFiles(Path("/")).image_of(text)
+    assert ("data:image/png;base64," in str(refused.value)) is is_said
+
+
 def test_a_path_is_relative_to_the_rows(tmp_path: Path) -> None:
     file = image_file(tmp_path / "pictures" / "a.png", size=(5, 3))
     found = ImageFiles(tmp_path).image_of("pictures/a.png")

@@ -5,6 +5,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tinyrl.cli.evaluate import render, table_lines
 from tinyrl.evaluation.evaluate import Evaluation
 from tinyrl.evaluation.result import (
@@ -90,6 +92,14 @@ def compared(*, pairs: int, dropped: int, greedy: int) -> str:
     other = EvalSide("b/step-000002", Evaluation(metrics, greedy={"dropped": greedy}, why_dropped="agent died"))
     difference = PairedDifference(reward_mean=0.1, reward_ci=[0.0, 0.2], pairs=pairs, distinguishable=False)
     return render(paired(side_of(dropped=0, greedy={"dropped": 0}), other, difference), as_json=False)
+
+
+@pytest.mark.parametrize(("interval", "is_said"), [([-1.0, -0.2], True), ([0.2, 1.0], True), ([-0.2, 1.0], False),
+                                                   ([math.nan, math.nan], False)])  # fmt: skip
+def test_an_interval_without_0_that_shows_no_difference_has_the_reason(interval: list[float], is_said: bool) -> None:
+    difference = PairedDifference(reward_mean=0.4, reward_ci=interval, pairs=64, distinguishable=False)
+    text = render(paired(side_of(), side_of(), difference), as_json=False)
+    assert ("fewer than 6 prompts" in text) is is_said
 
 
 def test_dropped_samples_are_a_warning_with_their_side_and_reason() -> None:

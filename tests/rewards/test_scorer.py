@@ -100,6 +100,19 @@ def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: P
             warning(tmp_path, "raises", answer=answer, others=others)
 
 
+@pytest.mark.parametrize(("prompt", "is_said"), [([{"role": "user", "content": "say a"}], True), ("say a", False)])
+def test_a_reward_that_fails_on_messages_is_refused_with_where_their_text_is(
+    tmp_path: Path, prompt: Any, is_said: bool
+) -> None:
+    scorer = scorer_of(tmp_path, {"raises": 1.0})
+    try:
+        with pytest.raises(ExplainedByCheck) as refused:
+            scorer.check_gold([PreparedPrompt(0, {"prompt": prompt, "answer": "a"}, prompt, "say a", [1, 2], "")])
+    finally:
+        scorer.close()
+    assert ("['content']" in str(refused.value)) is is_said
+
+
 @pytest.mark.parametrize("answer", ["42", "<think>6 * 7</think>42", "6 * 7</think>42"])
 def test_gold_behind_a_prompt_that_opens_a_thought_is_tried_behind_the_thought(answer: str) -> None:
     scorer = Scorer(

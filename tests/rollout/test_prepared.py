@@ -1,6 +1,7 @@
 """What is prepared before torch is imported is handed on, and not found again."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,62 @@ def test_an_evaluation_refuses_images_for_a_model_without_a_tower(tmp_path: Path
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="no vision tower"):
         prepare_evaluation(str(tmp_path / "model"), Asked(data=str(tmp_path / "rows.jsonl")))
+
+
+LOST = [({"prompt": "<image>what?"}, "<image>"), ({"picture": "red.png"}, "`picture`")]  # what a row has of an image
+READS = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
+
+
+def prepared_without_images(
+    folder: Path, row: dict[str, Any], *, config: dict[str, Any], **sections: Any
+) -> PreparedRun:
+    """Prepare a run on two rows of which one has something of an image, of a model of which there is config.json."""
+    (folder / "rewards.py").write_text("def score(completions, **columns):\n    return [0.0] * len(completions)\n")
+    data = write_rows(folder / "rows.jsonl", [{**ASKED, **row}, ASKED])
+    (folder / "config.json").write_text(json.dumps(config))
+    task = {"data": str(data), "eval_data": str(write_rows(folder / "eval.jsonl", [ASKED]))}
+    return prepare(config_of({"method": "grpo", "model": {"path": str(folder)}, "task": task, **sections}))
+
+
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_seems_an_image_is_refused_where_a_model_sees_images(
+    tmp_path: Path, row: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{named}.*1 of 3|1 of 3.*{named}"):
+        prepared_without_images(tmp_path, row, config=SEES)
+    assert not prepared_without_images(tmp_path, {"prompt": "an image"}, config=SEES).rows.notes
+
+
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_seems_an_image_is_noted_where_a_model_sees_none(tmp_path: Path, row: dict[str, Any], named: str) -> None:
+    [note] = prepared_without_images(tmp_path, row, config={"model_type": "qwen2"}).rows.notes
+    assert named in note
+
+
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_seems_an_image_is_noted_where_rows_are_said_to_be_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict[str, Any], named: str
+) -> None:
+    """Also a column that a reward function may read."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"model\.with_images"):
+        prepared_without_images(tmp_path, row, config=SEES, **READS)
+    model = {"path": str(tmp_path), "with_images": True}
+    [note] = prepared_without_images(tmp_path, row, config=SEES, **READS, model=model).rows.notes
+    assert named in note
+
+
+def test_an_evaluation_refuses_what_seems_an_image_where_a_model_sees_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEES))
+    for row, is_refused in (({"prompt": "<image>what?"}, True), ({}, False)):
+        data = str(write_rows(tmp_path / "rows.jsonl", [{**ASKED, **row}]))
+        with pytest.raises(ValueError, match="<image>") if is_refused else nullcontext():
+            prepare_evaluation(str(tmp_path), Asked(data=data))
+
+
+def test_rows_that_are_trained_on_and_evaluated_are_counted_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    data = write_rows(tmp_path / "rows.jsonl", [{**ASKED, "prompt": f"<image>{i}", "system": "s"} for i in range(4)])
+    task = {"data": str(data)}  # of which none are held out
+    notes = prepare(config_of({"method": "grpo", "model": {"path": str(tmp_path)}, "task": task})).rows.notes
+    assert [("4 of 4" in note, "system" in note) for note in notes] == [(True, True), (True, False)]

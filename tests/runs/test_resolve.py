@@ -195,6 +195,14 @@ def test_a_prompt_that_is_too_long_gets_an_advice_that_makes_room() -> None:
         values = {"method": "grpo", "generation": {"max_new_tokens": new, "max_prompt_tokens": 100}}
         sentence = room_for_prompt(config_of(values), longest, positions=256, between=between)
         assert sentence.startswith(" ".join(["Set", *advised]) if advised else "No limit")
+        assert "environment" not in sentence
+
+
+def test_a_prompt_for_which_replies_leave_no_room_gets_the_limits_of_replies() -> None:
+    values = {"method": "grpo", "generation": {"max_new_tokens": 8, "max_prompt_tokens": 100}}
+    sentence = room_for_prompt(config_of(values), 232, positions=256, between=60)
+    assert "environment.max_turns" in sentence
+    assert "environment.max_observation_tokens" in sentence
 
 
 def test_an_advice_that_another_setting_forbids_is_not_given() -> None:

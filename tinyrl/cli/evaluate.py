@@ -204,10 +204,14 @@ def _end_of(name: str, width: int) -> str:
 
 def _against(against: Against, *, prompts: int) -> list[str]:
     """Return lines for how a policy differs from another on so many prompts."""
+    from tinyrl.evaluation.statistics import FEWEST  # scipy with it
+
     difference = against.difference
     if math.isnan(difference.reward_mean):
         return ["no reward on both sides, so there is nothing to compare"]
-    verdict = "" if difference.distinguishable else ": not distinguishable"
+    low, high = difference.reward_ci
+    reason = f", as fewer than {FEWEST} prompts differ" if low > 0.0 or high < 0.0 else ""
+    verdict = "" if difference.distinguishable else f": not distinguishable{reason}"
     mean = _shown(difference.reward_mean, signed=True)
     interval = _shown(difference.reward_ci, signed=True)
     lines = [f"difference {mean} (95 % interval {interval}, paired by prompt){verdict}"]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 << 29  # of an image file
 MOST_FETCHED = 1 << 26  # bytes of an image at an address
+FEWEST_BYTES = 64  # of an image in base64
 FETCH_S = 60.0  # for an image at an address
 SIDEWAYS = (5, 6, 7, 8)  # orientations in which width and height are swapped
 SENT_SIDES = (("PNG", 2048), *(("JPEG", side) for side in (2048, 1024, 512, 256, 128)))  # what is tried, in pixels
@@ -88,12 +89,21 @@ class ImageFiles:
         try:
             status = os.stat(path)
         except (OSError, ValueError):  # ValueError: a path with a null character
-            raise ValueError(f"there is no image file {shown}") from None
+            hint = "; base64 is read behind data:image/png;base64," if _is_base64(text) else ""
+            raise ValueError(f"there is no image file {shown}{hint}") from None
         if not S_ISREG(status.st_mode):  # reading a pipe or a device may never end
             raise ValueError(f"the image {shown} cannot be read: it is a folder, a pipe or a device, not a file")
         if status.st_size > MOST_BYTES:
             raise ValueError(f"the image {shown} has {status.st_size:,} bytes, and at most {MOST_BYTES:,} are read")
         return _file_at(path, status.st_mtime_ns, status.st_size)
+
+
+def _is_base64(text: str) -> bool:
+    """Return whether a text is base64 of so many bytes that it is hardly a file's name."""
+    try:
+        return len(base64.b64decode(text, validate=True)) > FEWEST_BYTES
+    except ValueError:
+        return False
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ that its files have not changed is checked.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,7 +32,13 @@ IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
 IGNORED_KEYS = ("type", "detail")
 TAG = "<image>"  # a place in a text, where the row has a column of images
+# What data sets write in a text for an image: TAG, a model's own placeholder, ms-swift's <img>FILE</img>.
+WRITTEN_PLACE = re.compile(r"<image>|<\|image_pad\|>|<\|image\|>|<start_of_image>|<IMG_CONTEXT>|<img>[^<>\n]+</img>")
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
+FILE_ENDS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")  # of image files
+LONGEST_END = max(map(len, FILE_ENDS))
+LONGEST_NAME = 4096  # characters of a text that may name a file
+OTHER_COLUMNS = (*CHAT_COLUMNS, *IMAGE_COLUMNS, "text", "answer", "label", "tools", "system", "id", "unused")
 
 
 @dataclass
@@ -102,6 +109,48 @@ def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     if not images and not _may_hold(prompt):
         return prompt
     return _placed_chat({"prompt": prompt}, ImagePlaces(files=files, given=images))["prompt"]
+
+
+def written_place(row: Row) -> str | None:
+    """Return what the first text of a row that is not the policy's has for an image; None where none has any."""
+    for name in CHAT_COLUMNS:
+        value = _with_chat(row.get(name))
+        messages = value if isinstance(value, list | tuple) else []
+        texts = [value] if name == "prompt" and isinstance(value, str) else [*map(_tagged_text, messages)]
+        found = next(filter(None, map(WRITTEN_PLACE.search, texts)), None)
+        if found is not None:
+            return found.group()
+    return None
+
+
+def unshown_columns(row: Row) -> list[str]:
+    """Return the columns of a row that name image files, or hold one as a data URL, where no prompt shows them: all but
+    the columns of images, and those of texts. A name with dots is a key inside a column.
+    """
+    found = list[str]()
+    for name, value in row.items():
+        if name in OTHER_COLUMNS:
+            continue
+        if _names_image(value):
+            found.append(name)
+        elif isinstance(value, dict):
+            found += [f"{name}.{key}" for key, inner in value.items() if _names_image(inner)]
+    return found
+
+
+def _names_image(value: Any) -> bool:
+    """Return whether a value, or the first of several, is the name of an image file, a data URL of one, or an object
+    with one of these.
+    """
+    first = value[0] if isinstance(value, list | tuple) and value else value
+    if isinstance(first, dict):
+        return any(_names_image(first[key]) for key in VALUE_KEYS if isinstance(first.get(key), str))
+    if not isinstance(first, str):
+        return False
+    if first.startswith("data:image/"):
+        return True
+    ends_so = first[-LONGEST_END:].lower().endswith(FILE_ENDS)
+    return ends_so and len(first) <= LONGEST_NAME and not any(map(str.isspace, first))
 
 
 def with_parts(prompt: Any) -> Any:

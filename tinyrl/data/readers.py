@@ -72,7 +72,10 @@ def _plain(value: Any) -> Any:
         raise ValueError("holds bytes, which are read of images alone (in a column `images`, or a part of a message)")
     if hasattr(value, "tolist"):  # of numpy and torch
         return _plain(value.tolist())
-    raise ValueError(f"holds a {type(value).__name__}, and only what JSON has is read: text, numbers, lists, objects")
+    what = "; an image goes in a column `images`" if hasattr(value, "getexif") else ""
+    raise ValueError(
+        f"holds a {type(value).__name__}, and only what JSON has is read: text, numbers, lists, objects{what}"
+    )
 
 
 def _valid(text: str) -> str:

@@ -16,6 +16,7 @@ from tinyrl.workers.progress import Progress
 from tinyrl.workers.values import RowResults, is_score
 
 SETTING = "reward.functions: use"
+AS_MESSAGES = "Completions are lists of messages here: the text is completion[-1]['content']."
 
 
 class FunctionReward(WorkerFunction):

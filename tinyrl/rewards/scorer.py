@@ -31,7 +31,7 @@ from tinyrl.models.reward_model import SequenceRewardModel, positions_of
 from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
-from tinyrl.rewards.functions import FunctionReward, verifier_of
+from tinyrl.rewards.functions import AS_MESSAGES, FunctionReward, verifier_of
 from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.rewards.question import plain_text
@@ -278,7 +278,9 @@ class Scorer:
                 break
         else:
             what = "the reference answer, nothing and nonsense" if has_gold else "nothing and nonsense"
-            raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}")
+            calls_code = any(isinstance(function, FunctionReward) for function in self.functions)
+            form = f". {AS_MESSAGES}" if calls_code and not isinstance(prompts[0].prompt, str) else ""
+            raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}{form}")
         self.forget()
         gold, *rivals = rewards
         if not has_gold:

@@ -8,7 +8,7 @@ from tinyrl.config.conflicts import conflicts
 from tinyrl.config.refusal import Refusal, raise_first, refusals_at
 from tinyrl.config.schema import Config
 from tinyrl.rollout.preflight import check_before_loading, check_images, image_notes
-from tinyrl.runs.resolve import check_room_for_responses, resolve
+from tinyrl.runs.resolve import check_room_for_responses, has_vision_tower, resolve
 from tinyrl.tasks import Task
 from tinyrl.tasks.rewarded import check_hint, check_rewarded
 from tinyrl.tasks.run_rows import RunRows, rows_of_run, text_rows
@@ -46,11 +46,27 @@ def prepare(config: Config) -> PreparedRun:
         if rows.has_images:
             check_images(settings.config)
             rows = replace(rows, notes=[*rows.notes, *image_notes(config)])
+        rows = replace(rows, notes=[*rows.notes, *unshown_notes(settings.config, rows)])
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)
         resolved = with_tower(settings.config, rows)
     return PreparedRun(config=resolved, task=task, rows=rows)
+
+
+def unshown_notes(config: Config, rows: RunRows) -> list[str]:
+    """Return warnings of what seems to be an image and is read as text, or not at all. Raises Refusal where the model
+    has a vision tower, unless model.with_images was given: then they are meant as rows of text.
+    """
+    columns = [] if config.environment.agent is not None else rows.unshown_columns()
+    found = [*rows.unshown_places(), *columns]
+    if found and config.model.with_images is None and has_vision_tower(config.model.path):
+        what = "or task.columns.unused=NAME if a column holds none; model.with_images=true if these are rows of text"
+        raise Refusal(
+            ("task.data", "model.path"),
+            f"{found[0]}. model.path={config.model.path} sees images: give a row its own in a column `images`, {what}",
+        )
+    return [f"warning: {sentence}: the model does not see it" for sentence in found]
 
 
 def with_tower(config: Config, rows: RunRows) -> Config:

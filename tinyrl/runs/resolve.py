@@ -21,6 +21,8 @@ from tinyrl.runs.places import checkpoint_of, named_run
 from tinyrl.runs.records import json_object
 from tinyrl.runs.run_dir import RunDir, open_run
 
+FEWER_BETWEEN = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
+
 
 def config_of(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Return the whole configuration of nested values with overrides laid over them. Raises ValueError as `derive`."""
@@ -98,7 +100,7 @@ def no_room_for_prompt(config: Config, *, positions: int, between: int = 0, limi
     if advice is not None:
         change = f"For example {advice}"
     elif between:
-        change = "Take fewer environment.max_turns, or a smaller environment.max_observation_tokens"
+        change = FEWER_BETWEEN
     else:
         change = "Take a model with a longer context"
     limits = _limits(config, between)
@@ -131,7 +133,8 @@ def room_for_prompt(config: Config, longest: int, *, positions: int, between: in
     if advice is not None:
         return f"Set {advice}"
     model = f"the model's context length is {positions:,} for prompt and response"
-    return f"No limit of prompts makes room: {model}, and responses have {_limits(config, between)}. Cut the rows"
+    fewer = f"{FEWER_BETWEEN}, cut the rows" if between else "Cut the rows"
+    return f"No limit of prompts makes room: {model}, and responses have {_limits(config, between)}. {fewer}"
 
 
 def _checkpoint_of_run(named: Named) -> str:

@@ -14,6 +14,7 @@ from tinyrl.config.conflicts import check_data_given
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.formats import COMPLETION, KNOWN_COLUMNS, with_prompt
+from tinyrl.data.image_rows import unshown_columns, written_place
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.kinds import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, refuse_media
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
@@ -33,7 +34,7 @@ from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
 from tinyrl.tasks.own import OwnTask
 from tinyrl.tasks.task import Task
-from tinyrl.text import first_line, join_truncated
+from tinyrl.text import first_line, join_truncated, truncate
 
 INSTEAD = {
     "system": "write it as the first message, with the role system, or set task.system_prompt",
@@ -57,8 +58,35 @@ class RunRows:
     @property
     def has_images(self) -> bool:
         """Return whether a prompt or a text has an image, so that a model with a vision tower reads them."""
-        text = [row for _, row in self.text]
-        return any(row.get("images") for row in (*self.train, *self.held_out, *text))
+        return any(row.get("images") for row in self._all())
+
+    def _all(self) -> list[Row]:
+        return distinct([*self.train, *self.held_out, *(row for _, row in self.text)])
+
+    def unshown_places(self) -> list[str]:
+        """Return a sentence on rows without images whose prompts have a place of one; other tasks than `rows` may make
+        their prompts of other columns.
+        """
+        if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
+            return []
+        rows = self._all()
+        places = [place for row in rows if not row.get("images") and (place := written_place(row)) is not None]
+        count = f"{len(places):,} of {len(rows):,} rows"
+        return [f"{count} have a place of an image in a prompt ({truncate(places[0])}), and no image"] if places else []
+
+    def unshown_columns(self) -> list[str]:
+        """Return a sentence on each column of images that no prompt shows, where no row has other images."""
+        if self.has_images:
+            return []
+        rows = self._all()
+        counts = Counter[str]()
+        for row in rows:
+            counts.update(unshown_columns(row))
+        return [
+            f"the column `{truncate(name)}` of {count:,} of {len(rows):,} rows names images, and no prompt shows them "
+            f"(task.columns.images={truncate(name)} does)"
+            for name, count in counts.items()
+        ]
 
 
 def rows_of_run(config: Config, task: Task) -> RunRows:
@@ -99,9 +127,14 @@ def _rows_of_run(config: Config, task: Task) -> RunRows:
     cut = where.max_samples
     train = train[:cut]
     held_out = held_out[:cut]
-    notes += unread_notes(train + held_out, kind, config)
+    notes += unread_notes(distinct(train + held_out), kind, config)
     notes += promptless_notes(train, kind)
     return RunRows(train=train, held_out=held_out, kind=kind, notes=notes)
+
+
+def distinct(rows: list[Row]) -> list[Row]:
+    """Return rows without those that are there again, as evaluation has those of training where none are held out."""
+    return [*{id(row): row for row in rows}.values()]
 
 
 def unread_notes(rows: list[Row], kind: RowKind, config: Config) -> list[str]:

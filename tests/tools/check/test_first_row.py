@@ -20,11 +20,11 @@ GENERATION = "{% if add_generation_prompt %}<assistant>{% endif %}"
 REFUSES = "{{ raise_exception('not like this') }}"
 
 
-def quick(method: str, model: Path, rows: Path, *settings: str, code: int = 0) -> Any:
+def quick(method: str, model: Path, rows: Path, *settings: str, code: int = 0, section: str = "rows") -> Any:
     words = [method, f"model.path={model}", f"task.data={rows}", *settings, "--quick", "--json"]
     done = CliRunner().invoke(app, ["check", *words])
     assert done.exit_code == code, done.output
-    return json.loads(done.stdout.splitlines()[-1])["rows"] if code == 0 else done.output
+    return json.loads(done.stdout.splitlines()[-1])[section] if code == 0 else done.output
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +43,37 @@ def test_a_prompt_has_the_tokens_of_a_start(model: Path, asked: Path) -> None:
         wanted = method.collector.train_prompts[0].tokens
     words = "task.system_prompt=Be <eos> brief."
     assert quick("grpo", model, asked, words)["tokens"] == len(wanted)
+
+
+TOOLS = """
+def add(a: int, b: int) -> int:
+    '''Add.
+
+    Args:
+        a: One.
+        b: Two.
+    '''
+    return a + b
+
+def respond(prompts, transcripts, **columns):
+    return ["on"] * len(prompts)
+"""
+
+
+def test_a_prompt_has_the_tokens_of_a_start_with_tools(asked: Path, tmp_path: Path) -> None:
+    shown = "{% if tools %}{{ tools | tojson }}{% endif %}"
+    model = chat_model(tmp_path / "shows", shown + CHAT + GENERATION)
+    (tmp_path / "tools.py").write_text(TOOLS)
+    small = {"max_observation_tokens": 4, "max_turns": 2}
+    environment = {"tools": [f"{tmp_path / 'tools.py'}:add"], **small}
+    settings = {"task": {"name": "rows", "data": str(asked)}, "environment": environment}
+    with closing(loaded(running.config("grpo", model, **settings))) as method:
+        wanted = len(method.collector.train_prompts[0].tokens)
+    words = f"environment.tools=[{tmp_path / 'tools.py'}:add]"
+    assert quick("grpo", model, asked, words, section="environment")["tokens"] == wanted
+    assert quick("grpo", model, asked, words)["tokens"] < wanted
+    function = f"environment.name={tmp_path / 'tools.py'}:respond"
+    assert "tokens" not in quick("grpo", model, asked, function, section="environment")
 
 
 def test_a_conversation_has_the_tokens_of_its_template(model: Path, tmp_path: Path) -> None:

@@ -243,6 +243,12 @@ def test_gold_is_tried_in_the_forms_in_which_chat_models_write_it() -> None:
     assert "The answer is" in compared.render()
 
 
+def test_a_small_penalty_on_length_does_not_keep_a_form_from_being_paid_in_full() -> None:
+    penalty = ',{"use":"mine.py:tokens","weight":0.1}]'
+    penalised = sections_of(REWARD.replace("NAME", "inside").replace("]", penalty), QUICK)[2]
+    assert [*penalised.facts["dresses"].values()] == [True] * 9
+
+
 def test_a_reward_that_reads_a_column_of_its_own_in_a_form_of_its_own_is_sound_and_attacked() -> None:
     words = REWARD.replace("NAME", "tagged").replace("rows.jsonl", "plain.jsonl")
     reward = sections_of(words, QUICK)[2]

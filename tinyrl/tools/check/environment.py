@@ -23,6 +23,7 @@ from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
 from tinyrl.text import escape_control, one_line
+from tinyrl.tools.check.first_row import tokens_with_environment
 from tinyrl.tools.check.reward import has_environment, tokenizer_of
 from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
@@ -277,6 +278,11 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         section.lines = [environment.describe()]
     if opening:
         section.lines.append(f"prompts end with {one_line(opening, SHOWN)!r}")
+    schemas = None if trial.hidden_tools else environment.schemas
+    tokens = tokens_with_environment(config, task, rows[0], schemas=schemas, opening=opening)
+    if tokens is not None:
+        section.facts["tokens"] = tokens
+        section.lines.append(f"with what it adds, tools and opening, the first prompt has {tokens:,} tokens")
     for script in trial.scripts:
         section.lines.append(line_of(script))
         section.facts[script.kind] = script.counts

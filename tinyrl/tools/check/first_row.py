@@ -56,19 +56,40 @@ class ImagesAsMarks:
 
 def read_first_row(config: Config, task: Task, kind: RowKind, row: Row) -> FirstRow:
     """Render and tokenise a row. Raises ValueError where a start would refuse template, tokenizer or row."""
-    resolved = resolve_model_path(config.model.path)
-    try:
-        folder = tokenizer_folder(resolved, revision=config.model.revision)
-    except (OSError, ValueError) as error:  # of the hub
-        return FirstRow([f"its tokens are not counted: {first_line(error)}"])
-    tokenizer: Any = _tokenizer(config, folder, resolved)
-    if tokenizer is None:
-        return FirstRow([f"its tokens are not counted: there is no {TOKENIZER_FILE}, which a start makes"])
+    tokenizer = _tokenizer_or_why(config)
+    if isinstance(tokenizer, str):
+        return FirstRow([f"its tokens are not counted: {tokenizer}"])
     text, tokens = _rendered(tokenizer, config, task, kind, row)
     lines = lines_of(tokenizer, text, tokens)
     if row.get("images"):
         return FirstRow([*lines, "the tokens of images are not counted: that takes the model's processor (no --quick)"])
     return FirstRow([*lines, f"it has {len(tokens):,} tokens"], len(tokens))
+
+
+def tokens_with_environment(
+    config: Config, task: Task, row: Row, *, schemas: list[dict[str, Any]] | None, opening: str | None
+) -> int | None:
+    """Count the tokens of a row's prompt with what an environment adds, its tools and its opening; None where it adds
+    nothing, and where only a start can tell.
+    """
+    if not (schemas or opening) or row.get("images"):
+        return None
+    tokenizer = _tokenizer_or_why(config)
+    if isinstance(tokenizer, str):
+        return None
+    added = {"tools": schemas} if schemas else {}
+    return len(_prompt(tokenizer, config, task, row, added=added, opening=opening)[1])
+
+
+def _tokenizer_or_why(config: Config) -> Any:
+    """Return the model's tokenizer by its files, or a text that says why there is none before a start."""
+    resolved = resolve_model_path(config.model.path)
+    try:
+        folder = tokenizer_folder(resolved, revision=config.model.revision)
+    except (OSError, ValueError) as error:  # of the hub
+        return first_line(error)
+    tokenizer = _tokenizer(config, folder, resolved)
+    return f"there is no {TOKENIZER_FILE}, which a start makes" if tokenizer is None else tokenizer
 
 
 def _tokenizer(config: Config, folder: Path, resolved: str) -> FolderTokenizer | None:
@@ -88,23 +109,37 @@ def _tokenizer(config: Config, folder: Path, resolved: str) -> FolderTokenizer |
 def _rendered(tokenizer: Any, config: Config, task: Task, kind: RowKind, row: Row) -> tuple[str, list[int]]:
     """Return a row as text and tokens: its prompt, or of a row to learn from its first answer too."""
     if not isinstance(kind, Examples):
-        section = config.task
-        [prompt] = prepare_prompts(
-            task,
-            [row],
-            tokenizer=tokenizer,
-            chat=section.chat,
-            system_prompt=None if config.environment.agent is not None else section.system_prompt,
-            variables=section.chat_template_kwargs,
-            on_overlong_prompt="error",
-            limit=NO_LIMIT,
-            images=ImagesAsMarks(tokenizer),
-        )
-        return prompt.text, prompt.tokens
+        return _prompt(tokenizer, config, task, row)
     try:
         return _example(tokenizer, config, kind, row)
     except ValueError as error:
         raise ValueError(f"{error}\n  in the row {beginning(row)}") from error
+
+
+def _prompt(
+    tokenizer: Any,
+    config: Config,
+    task: Task,
+    row: Row,
+    *,
+    added: dict[str, Any] | None = None,
+    opening: str | None = None,
+) -> tuple[str, list[int]]:
+    """Return a row's prompt as text and tokens. added: variables of the chat template; opening: text at its end."""
+    section = config.task
+    [prompt] = prepare_prompts(
+        task,
+        [row],
+        tokenizer=tokenizer,
+        chat=section.chat,
+        system_prompt=None if config.environment.agent is not None else section.system_prompt,
+        variables={**section.chat_template_kwargs, **(added or {})},
+        on_overlong_prompt="error",
+        limit=NO_LIMIT,
+        openings=None if opening is None else [opening],
+        images=ImagesAsMarks(tokenizer),
+    )
+    return prompt.text, prompt.tokens
 
 
 def _example(tokenizer: Any, config: Config, kind: Examples, row: Row) -> tuple[str, list[int]]:

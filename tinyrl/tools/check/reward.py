@@ -22,7 +22,7 @@ from tinyrl.data.readers import Row
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
-from tinyrl.rewards.functions import FunctionReward, verifier_of
+from tinyrl.rewards.functions import AS_MESSAGES, FunctionReward, verifier_of
 from tinyrl.rewards.holes import Hole, RightAnswers, dressed, find_holes, known_answers
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.records import json_safe
@@ -44,10 +44,10 @@ SLOW_CALL_S = 0.25  # a call of so many seconds is not made for each of some tho
 SHOWN_HOLES = 6
 SHOWN = 80
 SHOWN_FORMS = 3
+IN_FULL = 0.95  # share of the best score from which on a right answer is paid in full: a penalty on length takes some
 SHOWN_FORM = 40
 IDS = "completion_ids"
 CALLED = "Print what the function gets and returns; it is called with the arguments shown in docs/rewards.md."
-MESSAGES = " Completions are lists of messages here: the text is completion[-1]['content']."
 
 
 @dataclass
@@ -94,7 +94,7 @@ class ScoredTexts:
 
     @property
     def advice(self) -> str:
-        return CALLED + MESSAGES if self.gets_messages else CALLED
+        return f"{CALLED} {AS_MESSAGES}" if self.gets_messages else CALLED
 
 
 # ---- findings ----
@@ -170,7 +170,7 @@ def rewards_fail(trial: ScoredTexts) -> Finding | None:
         name="rewards fail",
         what=f"{trial.failed:.0%} of the calls' rows failed, the first so: {trial.why}.",
         change="Correct the function (reward.timeout_s limits a call). Training stops after three such batches."
-        + (MESSAGES if trial.gets_messages else ""),
+        + (f" {AS_MESSAGES}" if trial.gets_messages else ""),
         figures={"failed": trial.failed},
     )
 
@@ -391,7 +391,7 @@ class TextScorer:
         forms = [[] if self.is_played else prompt for prompt in prompts]
         completions = [as_completion(text, form) for text, form in zip(texts, forms, strict=True)]
         if self.tokenizer is not None:
-            ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             columns[IDS] = [of[: self.config.generation.max_new_tokens] for of in ids]  # no completion is longer
         calls: list[tuple[RowResults, float]] = []
         for function in self.functions:
@@ -421,8 +421,8 @@ def tokenizer_of(config: Config) -> PreTrainedTokenizerBase:
 
 
 def dresses(section: CheckSection, scorer: TextScorer, answers: RightAnswers, paid: PaidForm | None) -> list[str]:
-    """Score right answers in the forms in which chat models write one; return a line on those that score as much as the
-    form that is paid for does (None: as the rows have them).
+    """Score right answers in the forms in which chat models write one; return a line on those that score about as much
+    as the form that is paid for does (None: as the rows have them).
     """
     tried = [(i, name, text) for i, value in answers.values.items() for name, text in dressed(value).items()]
     if not tried or scorer.is_played:
@@ -432,7 +432,8 @@ def dresses(section: CheckSection, scorer: TextScorer, answers: RightAnswers, pa
     scores = scorer([i for i, _, _ in tried], [text for _, _, text in tried])
     missed = dict[str, str]()
     for (i, name, text), score in zip(tried, scores, strict=True):
-        if not score >= best[i] and not math.isnan(best[i]):
+        enough = best[i] - (1 - IN_FULL) * abs(best[i])
+        if not score >= enough and not math.isnan(best[i]):
             missed.setdefault(name, text)
     names = dict.fromkeys(name for _, name, _ in tried)
     section.facts["dresses"] = {name: name not in missed for name in names}
