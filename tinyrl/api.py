@@ -39,10 +39,10 @@ from tinyrl.process.signals import StopFlag
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.best import is_finished
 from tinyrl.runs.folders import write_atomic
+from tinyrl.runs.places import goes_on_from_newest, run_at
 from tinyrl.runs.records import json_safe, read_steps, samples_of
 from tinyrl.runs.resolve import changed_config, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run
-from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
 from tinyrl.tools.report import write_report
@@ -146,17 +146,21 @@ def evaluate(
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
-    """Open a run folder. Raises ValueError when it is not one."""
-    return OpenedRun(open_folder(_path(path)))
+    """Open a run by its folder, or by a checkpoint: RUN@STEP, RUN@best or the checkpoint's folder, of which `samples`
+    and `policy` then are. Raises ValueError where there is none.
+    """
+    at = run_at(_path(path))
+    return OpenedRun(at.run, checkpoint=at.step)
 
 
 class OpenedRun:
     """A run folder. exit_code: of its last training here (0 done, 3 a guard, 4 no room, 75 interrupted); None where it
-    was only opened.
+    was only opened. checkpoint: the step of the one by which it was opened.
     """
 
-    def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
+    def __init__(self, folder: RunDir, *, exit_code: int | None = None, checkpoint: int | None = None) -> None:
         self._folder = folder
+        self.checkpoint = checkpoint
         self.exit_code = exit_code
         self.path = folder.path
         self.name = folder.path.resolve().name
@@ -179,6 +183,7 @@ class OpenedRun:
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Return lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
+        step = self.checkpoint if step is None else step
         return list(samples_of(self._folder.samples, [], kind=kind, step=step))
 
     def report(self) -> Report:
@@ -195,6 +200,8 @@ class OpenedRun:
         on_step: OnStep | None = None,
     ) -> OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
+        if self.checkpoint is not None:
+            raise ValueError(goes_on_from_newest(self.path, f"{self.path}@{self.checkpoint}"))
         options = Options(device, trust_remote_code)
         with alone():
             config = changed_config(self._folder, overrides_from(settings))
@@ -214,9 +221,10 @@ class OpenedRun:
     def policy(
         self, *, at: int | Literal["best"] | None = None, device: str = "auto", trust_remote_code: bool = False
     ) -> ChatSession:
-        """Load the policy of the newest checkpoint, of a step's or of the best one: `policy("a prompt")` is its answer.
-        Close it, or use `with`.
+        """Load the policy of a step's checkpoint or of the best one; default: the one by which the run was opened, or
+        the newest. `policy("a prompt")` is its answer. Close it, or use `with`.
         """
+        at = self.checkpoint if at is None else at
         target = policy_at(str(self.path) if at is None else f"{self.path}@{at}", [])
         configure_libraries()
         from tinyrl.tools.chat import ChatSession  # with torch

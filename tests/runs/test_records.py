@@ -32,7 +32,7 @@ def test_what_is_no_run_is_refused_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"grpo-sorting-2 is not a run.*grpo-sorting-1`\?"):
         read_run(tmp_path / "runs" / "grpo-sorting-2")
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/re', "utf-8")
-    with pytest.raises(ValueError, match=r"grpo-sorting-1 is not a run with a finished step"):
+    with pytest.raises(ValueError, match=r"grpo-sorting-1 has no finished step"):
         read_run(run)
 
 

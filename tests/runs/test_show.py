@@ -18,12 +18,13 @@ from tinyrl.runs.checkpoint import write_checkpoint
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
+    checkpoint_lines,
     image_lines,
     read_prompt_stats,
+    render_checkpoints,
     render_prompt_stats,
     render_samples,
     select_samples,
-    show_checkpoints,
     summary,
 )
 
@@ -65,11 +66,11 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
         ("step-000006", 6, None, False),
     ]
     assert 4000 < listed[1]["size"] < 5000
-    text = show_checkpoints(run, [])
+    text = render_checkpoints(run, [])
     assert text.splitlines()[2].endswith("0.7500  yes, best")
     assert f"{run.path}@best is that of step 4" in text
     run.append_metrics(6, {"eval/reward_mean": 0.75})  # as good, and later: the run keeps the first
-    assert [one["best"] for one in json.loads(show_checkpoints(run, [], as_json=True))] == [False, True, False]
+    assert [one["best"] for one in checkpoint_lines(run, [])] == [False, True, False]
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 

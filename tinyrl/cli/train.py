@@ -17,8 +17,9 @@ from tinyrl.config.recipe import load_config, method_of
 from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.best import ended_early
+from tinyrl.runs.places import run_to_resume
 from tinyrl.runs.records import read_steps
-from tinyrl.runs.run_dir import RunDir, check_new_run, open_run
+from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.show import go_on_without_patience
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def train(
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     if resume is not None:
-        opened = open_run(resume, writes=main)
+        opened = run_to_resume(resume, writes=main)
         run = resumed(opened, words, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:

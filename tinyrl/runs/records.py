@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, join_truncated, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 T = TypeVar("T")
@@ -355,11 +357,57 @@ class RunRecords:
         return value
 
 
+def is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.yaml")
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in a folder, by name."""
+    return sorted(file.parent for file in folder.glob("*/config.yaml") if not file.parent.name.startswith("."))
+
+
+def seed_runs(folder: Path) -> list[Path]:
+    """Return the runs in the folder of a command with --seeds, by their seed; [] for a run, and for other folders."""
+    if is_run(folder):
+        return []
+    seeds = {int(run.name[5:]): run for run in runs_in(folder) if re.fullmatch(r"seed-[0-9]{1,17}", run.name)}
+    return [seeds[seed] for seed in sorted(seeds)]
+
+
 def nearest_run(path: str | Path) -> str:
     """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
     there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
     others = [str(found.parent) for found in there if found.parent.resolve() != Path(path).resolve()]
     return did_you_mean(str(path), others)
+
+
+def holds_runs(path: str | Path) -> bool:
+    """Return whether a path that is not a run is a folder with runs in it, or PATH@STEP of one."""
+    return bool(runs_in(_before_at(path)))
+
+
+def _before_at(path: str | Path) -> Path:
+    """Return the path that stands before the @ of PATH@STEP, or the path itself."""
+    before, at, _ = os.fspath(path).rpartition("@")
+    return Path(before) if at and not os.path.lexists(path) else Path(path)
+
+
+def not_a_run(path: str | Path) -> str:
+    """Return a sentence on a path that is not a run, with the runs that may be meant: those in it, the one that it is
+    in, or one of nearly that name.
+    """
+    folder = _before_at(path)
+    if there := runs_in(folder):
+        seeds = seed_runs(folder)
+        what = "the runs of several seeds" if seeds else "runs"
+        names = join_truncated(run.name for run in there)
+        return f"{folder} is not a run; it holds {what}: {names}. Name one of them, such as {[*seeds, *there][0]}."
+    if not os.path.lexists(folder):
+        return f"{folder} is not a run: it does not exist.{nearest_run(folder)}"
+    for above in folder.parents:
+        if is_run(above) and (above / "env.json").is_file():
+            return f"{folder} is not a run; it is inside one: {above}."
+    return f"{folder} is not a run: it has no config.yaml.{nearest_run(folder)}"
 
 
 def read_run(run_dir: Path) -> RunRecords:
@@ -369,8 +417,9 @@ def read_run(run_dir: Path) -> RunRecords:
     metrics = run_dir / "metrics.jsonl"
     notes = list[str]()
     if not (steps := read_steps(metrics, notes)):
-        unread = f" {' '.join(notes)}" if notes else ""
-        raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{unread}{nearest_run(run_dir)}")
+        if not metrics.is_file() and not is_run(run_dir):
+            raise ValueError(not_a_run(run_dir))
+        raise ValueError(" ".join([f"{run_dir} has no finished step yet: see {metrics}.", *notes]))
     found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}
     for name, parse in (("config.yaml", lambda text: parse_plain(text, "config.yaml")), ("env.json", json.loads)):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyrl.formatting import format_bytes, format_number, format_short
-from tinyrl.runs.best import REWARD, best_first, ended_early, missed_score, score_of
+from tinyrl.runs.best import REWARD, Score, best_first, ended_early, missed_score, score_of
 from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.places import AT_BEST
@@ -45,29 +44,41 @@ HARD = ("never", "forgotten")
 # ---- checkpoints and the end of a run ----
 
 
-def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) -> str:
-    """Verify every checkpoint, oldest first; return a table with the best one, and why the run ended early, if it did;
-    or JSON. Lines of metrics.jsonl that cannot be read are counted in `notes`.
+def checkpoint_lines(run: RunDir, notes: list[str], *, step: int | None = None) -> list[Line]:
+    """Verify the checkpoints of a run (step: only that one) and return a line of facts for each, oldest first. Lines of
+    metrics.jsonl that cannot be read are counted in `notes`.
     """
     steps = read_steps(run.metrics, notes)
-    found = list[dict[str, Any]]()
-    metric_name = REWARD
+    found = list[Line]()
     for folder in list_checkpoints(run.checkpoints):
-        step = checkpoint_step(folder)
+        at = checkpoint_step(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        score = score_of(steps.get(step, {}), step=step)
-        metric_name = score.metric if score is not None else metric_name
+        score = score_of(steps.get(at, {}), step=at)
         metric = None if score is None else score.value
-        found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
+        found.append({"name": folder.name, "step": at, "size": size, "problem": problem_with(folder)})
         found[-1] |= {"metric": metric, "best": False}
-    sound = {one["name"]: one for one in found if one["problem"] is None}
-    scores = [one.score for one in best_first(run) if one.folder is not None and one.folder.name in sound]
+    best = _best_sound(run, found)
     for one in found:
-        one["best"] = bool(scores) and one["step"] == scores[0].step
-    if as_json:
-        return json.dumps(found)
+        one["best"] = best is not None and one["step"] == best.step
+    return [one for one in found if step in (None, one["step"])]
+
+
+def _best_sound(run: RunDir, lines: list[Line]) -> Score | None:
+    """Return the best score among the checkpoints that verify; None where there is none."""
+    sound = {one["name"] for one in lines if one["problem"] is None}
+    scored = [one for one in best_first(run) if one.folder is not None and one.folder.name in sound]
+    return scored[0].score if scored else None
+
+
+def render_checkpoints(run: RunDir, notes: list[str], *, step: int | None = None) -> str:
+    """Return the checkpoints as a table, with the best one, and why the run ended early, if it did; step, notes: as
+    `checkpoint_lines` has them.
+    """
+    found = checkpoint_lines(run, notes, step=step)
     if not found:
         return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
+    scored = best_first(run)
+    metric_name = scored[0].score.metric if scored else REWARD
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric_name.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = format_number(one["metric"], decimals=4)
@@ -75,9 +86,11 @@ def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) ->
         if one["problem"]:
             verifies = f"no: {escape_control(one['problem'])}"
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
-    if scores:
-        lines += ["", f"{_best_place(run)} is that of step {scores[0].step}: {scores[0]}"]
-    if early := ended_early(run, steps):
+    if step is not None:
+        return "\n".join(lines)
+    if best := _best_sound(run, found):
+        lines += ["", f"{_best_place(run)} is that of step {best.step}: {best}"]
+    if early := ended_early(run, read_steps(run.metrics, [])):
         lines.append(f"{early}\nto go on: {go_on_without_patience(run)}")
     return "\n".join(lines)
 
@@ -276,12 +289,14 @@ class PromptRecord:
         return "sometimes" if self.tries[-1][2] else "forgotten"
 
 
-def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
-    """Read the prompts of prompts.jsonl that had a completion with a reward, by number. Raises ValueError if there is
-    none.
+def read_prompt_stats(path: Path, notes: list[str], *, until: int | None = None) -> list[PromptRecord]:
+    """Read the prompts of prompts.jsonl that had a completion with a reward, by number; until: the last step that
+    counts. Raises ValueError if there is none.
     """
     found: dict[str, PromptRecord] = {}
     for line in json_lines(path, notes):
+        if until is not None and line["step"] > until:
+            continue
         for index, key, tried, solved in line.get("prompts", ()):
             if tried:
                 record = found.setdefault(key, PromptRecord(index, key))
