@@ -120,6 +120,36 @@ def test_the_summary_of_a_run_whose_reward_changed_has_the_step(tmp_path: Path):
     assert "after step 4" in added
 
 
+def fork_of(folder: Path, *, step: int, evaluated: list[int], deleted: bool = False) -> RunDir:
+    """A run that was forked at a step, evaluated at some, in part by the other run; its reward rises by 0.1 a step."""
+    run = RunDir(folder)
+    run.write_config(config_of({"method": "grpo"}))
+    run.write_environment({"forked_from": f"/runs/other@{step}"})
+    for at in evaluated:
+        run.append_metrics(at, {"eval/reward_mean": at / 10})
+    if not deleted:
+        (run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "line"),
+    [([0, 2, 4, 6], "step 4 -> 6"), ([0, 3, 6], "step 3 -> 6"), ([5, 6], "step 5 -> 6")],
+)
+def test_the_summary_of_a_fork_begins_where_it_was_forked(evaluated: list[int], line: str, tmp_path: Path) -> None:
+    lines = summary(fork_of(tmp_path, step=4, evaluated=evaluated)).splitlines()
+    assert lines[0] == f"{line}, forked from /runs/other@4"
+    assert lines[-1] == f"next     tinyrl eval {tmp_path} --vs {tmp_path}@4"
+
+
+def test_a_fork_that_was_not_evaluated_has_no_change_to_show(tmp_path: Path) -> None:
+    assert "->" not in summary(fork_of(tmp_path, step=4, evaluated=[0, 4]))
+
+
+def test_a_fork_whose_first_checkpoint_is_deleted_is_compared_with_the_base(tmp_path: Path) -> None:
+    assert summary(fork_of(tmp_path, step=4, evaluated=[4, 6], deleted=True)).endswith("--vs base")
+
+
 # ---- samples ----
 
 

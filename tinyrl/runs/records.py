@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -81,6 +81,31 @@ def reward_change_note(env: dict[str, Any]) -> str:
         return ""
     after = f"step {steps[0]}" if len(steps) == 1 else f"steps {', '.join(map(str, steps))}"
     return f"The reward changed after {after}: numbers before and after do not compare."
+
+
+class Origin(NamedTuple):
+    """The checkpoint that a fork began with: its run, and its step."""
+
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
+def origin_of(env: dict[str, Any]) -> Origin | None:
+    """Return the checkpoint that a fork began with, by its env.json; None for any other run."""
+    run, _, step = str(env.get("forked_from") or "").rpartition("@")
+    return Origin(run, int(step)) if re.fullmatch("[0-9]{1,9}", step) else None
+
+
+def since_start(steps: Sequence[int], env: dict[str, Any]) -> list[int]:
+    """Return the steps of records that are a run's own, with the one before: of a fork those after its origin, and the
+    last of the other run's, where it began.
+    """
+    origin = origin_of(env)
+    earlier = 0 if origin is None else sum(step <= origin.step for step in steps)
+    return [*steps[max(0, earlier - 1) :]]
 
 
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
@@ -342,6 +367,11 @@ class RunRecords:
     def finite(self, key: str) -> Points:
         """Return the metric by step, finite values only."""
         return [point for point in self.points(key) if math.isfinite(point[1])]
+
+    def since_start(self, key: str) -> Points:
+        """Return the metric by step since the run's start, finite values only: of a fork since its origin."""
+        points = self.finite(key)
+        return points[len(points) - len(since_start([step for step, _ in points], self.env)) :]
 
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """Return a metric that is [low, high], at one step."""

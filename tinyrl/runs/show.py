@@ -11,15 +11,18 @@ from typing import Any, Literal
 
 from tinyrl.formatting import format_bytes, format_number, format_short
 from tinyrl.runs.best import REWARD, Score, best_first, ended_early, missed_score, score_of
-from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
+from tinyrl.runs.checkpoint import checkpoint_name, checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.places import AT_BEST
 from tinyrl.runs.provenance import ImageTokens
 from tinyrl.runs.records import (
+    Origin,
     json_lines,
+    origin_of,
     read_steps,
     reward_change_note,
     samples_of,
+    since_start,
     subsample,
     to_float,
     turns_of,
@@ -119,6 +122,24 @@ def go_on_without_patience(run: RunDir) -> str:
     return shlex.join(["tinyrl", "train", "--resume", str(run.path), "run.patience=null"])
 
 
+def _next_command(run: RunDir, evaluations: list[Line], origin: Origin | None) -> list[str]:
+    """Return what to type when a run has ended: compare it with its base (a fork: with the checkpoint that it began
+    with, while it has that), talk to it, or train with it as the reward.
+    """
+    config = run.read_config()
+    path = str(run.path)
+    if config.samples:
+        lacks_reward = [REWARD in line and math.isnan(to_float(line[REWARD])) for line in evaluations]
+        if lacks_reward and all(lacks_reward):  # there is nothing to compare by
+            return ["tinyrl", "show", path, "--samples"]
+        has_start = origin is not None and (run.checkpoints / checkpoint_name(origin.step)).is_dir()
+        return ["tinyrl", "eval", path, "--vs", f"{path}@{origin.step}" if origin is not None and has_start else "base"]
+    if config.trains.policy:
+        return ["tinyrl", "chat", path]
+    base = "MODEL" if config.model.random_init else config.model.path
+    return ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={path}"]
+
+
 def summary(run: RunDir) -> str:
     """Return held-out metrics before and after, the files, and the next command."""
     config = run.read_config()
@@ -126,14 +147,18 @@ def summary(run: RunDir) -> str:
     steps = read_steps(run.metrics, [])
     if early := ended_early(run, steps):
         text += [early, f"to go on: {go_on_without_patience(run)}", ""]
-    lines = [line for line in steps.values() if any(key.startswith("eval/") for key in line)]
+    environment = run.read_environment()
+    origin = origin_of(environment)
+    evaluated_at = [step for step, line in steps.items() if any(key.startswith("eval/") for key in line)]
+    lines = [steps[step] for step in since_start(evaluated_at, environment)]
     if len(lines) >= 2:
-        text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
+        forked = "" if origin is None else one_line(f", forked from {origin}", 4096)
+        text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}{forked}")
         for metric in TABLE:
             first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
             if metric.row and not (math.isnan(first) and math.isnan(last)):
                 text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
-        if note := reward_change_note(run.read_environment()):
+        if note := reward_change_note(environment):
             text.append(note)
     there = [
         name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
@@ -146,18 +171,7 @@ def summary(run: RunDir) -> str:
         missed = missed_score(evaluated)
         note = "" if missed is None else f"; step {missed.step} had {format_number(missed.value)}, and no checkpoint"
         text.append(f"best     {_best_place(run)}  (step {kept[0].score.step}: {kept[0].score}{note})")
-    if config.samples:
-        without_reward = bool(lines) and all(REWARD in line and math.isnan(to_float(line[REWARD])) for line in lines)
-        command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
-        if without_reward:  # there is nothing to compare by
-            command = ["tinyrl", "show", str(run.path), "--samples"]
-        text.append(f"next     {shlex.join(command)}")
-    elif config.trains.policy:
-        text.append(f"next     {shlex.join(['tinyrl', 'chat', str(run.path)])}")
-    else:
-        base = "MODEL" if config.model.random_init else config.model.path
-        command = ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={run.path}"]
-        text.append(f"next     {shlex.join(command)}")
+    text.append(f"next     {shlex.join(_next_command(run, lines, origin))}")
     return "\n".join(text)
 
 

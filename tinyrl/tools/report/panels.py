@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs.best import early_end
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
-from tinyrl.runs.records import Points, RunRecords, reward_change_note, subsample, to_float
+from tinyrl.runs.records import Points, RunRecords, origin_of, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import one_line
 
@@ -384,8 +384,8 @@ def outcome(run: RunRecords) -> str:
 
 def _first_to_last_score(run: RunRecords) -> str:
     for metric in TABLE:
-        held = run.finite(metric.held)
-        points = held or run.finite(metric.key)
+        held = run.since_start(metric.held)
+        points = held or run.since_start(metric.key)
         if not metric.score or not points:
             continue
         name = f"{'Held-out' if held else 'Training'} {metric.score}"
@@ -419,7 +419,8 @@ def _first_to_last_score(run: RunRecords) -> str:
         change = f"{verb} from {before_text} to {after_text}"
         if before_text == after_text:
             change = f"stayed at {after_text}"
-        return f"{name} {change} in {_steps(last - first)} ({around}{metric.unit}){caution}{paid}."
+        since = "" if origin_of(run.env) is None else f" from step {first} on"
+        return f"{name} {change} in {_steps(last - first)}{since} ({around}{metric.unit}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
@@ -463,7 +464,7 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
-    points = run.finite(key) or [(0, math.nan)]
+    points = run.since_start(key) or [(0, math.nan)]
     first, last = (typeset_number(value, share=share) for _, value in (points[0], points[-1]))
     return "" if first == last else first, last
 
