@@ -123,6 +123,7 @@ def _evaluate(
         prompts={p.index: p for p in prompts},
         group_size=samples,
         names=scorer.names,
+        by_turn=collector.config.credits_turns,
     )
     reasons = [answer.failures[0] for answer in answers if answer.failures and not answer.rewarded]
     return Evaluation(metrics, rewards=by_prompt, samples=lines, why_dropped=next(iter(reasons), ""))

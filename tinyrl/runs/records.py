@@ -153,12 +153,14 @@ def samples_of(
 class Turn(NamedTuple):
     """A message of a sample as it is shown. speaker: "policy", "environment"; with an agent also the role of a message
     that it sent, "tools" that it offered, and "agent returned". conversation: the number of an agent's, if there are
-    several.
+    several; reward, advantage: of a turn of the policy that has its own (grpo.credit=turn).
     """
 
     speaker: str
     text: str
     conversation: int = 0
+    reward: float | None = None
+    advantage: float | None = None
 
 
 def turns_of(row: dict[str, Any]) -> list[Turn]:
@@ -174,10 +176,27 @@ def turns_of(row: dict[str, Any]) -> list[Turn]:
         return [*turns, Turn("agent returned", completion)]
     if not isinstance(episode := row.get("episode"), list):
         return [Turn("policy", completion)]
-    messages = [message for message in episode if isinstance(message, dict)]
-    return [
-        Turn("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in messages
-    ]
+    credits = iter(_credits(row))
+    turns = list[Turn]()
+    for message in episode:
+        if not isinstance(message, dict):
+            continue
+        text = str(message.get("content", ""))
+        if message.get("role") == "assistant":
+            turns.append(Turn("policy", text, **next(credits, {})))
+        else:
+            turns.append(Turn("environment", text))
+    return turns
+
+
+def _credits(row: dict[str, Any]) -> list[dict[str, float]]:
+    """Return the reward and the advantage of each turn of the policy, where it has them; [] without credit by turn."""
+    credits = list[dict[str, float]]()
+    turns = row.get("turns")
+    for turn in turns if isinstance(turns, list) else ():
+        numbers = {name: to_float(turn.get(name)) for name in ("reward", "advantage")} if isinstance(turn, dict) else {}
+        credits.append({name: number for name, number in numbers.items() if math.isfinite(number)})
+    return credits
 
 
 def _conversation_turns(conversation: dict[str, Any], *, number: int) -> list[Turn]:
@@ -247,11 +266,12 @@ class ShownTurn(NamedTuple):
     speaker: str
     text: Excerpt
     conversation: int
+    reward: float | None
 
 
 def _shown(turn: Turn) -> ShownTurn:
     limit = POLICY_CHARACTERS if turn.speaker == "policy" else OTHER_CHARACTERS
-    return ShownTurn(turn.speaker, excerpt(turn.text, limit), turn.conversation)
+    return ShownTurn(turn.speaker, excerpt(turn.text, limit), turn.conversation, turn.reward)
 
 
 @dataclass(frozen=True)

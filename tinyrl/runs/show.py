@@ -241,25 +241,16 @@ def render_samples(rows: list[Line]) -> str:
         if images and isinstance(images, list):
             parts.append(_indented("images", "\n".join(map(_image_line, images))))
         conversation = 0
-        credits = iter(_turn_credits(row))
         for turn in turns_of(row):
             if turn.conversation not in (0, conversation):
                 conversation = turn.conversation
                 parts.append(f"conversation {conversation}")
-            credit = next(credits, []) if turn.speaker == "policy" else []
+            numbers = {"reward": turn.reward, "advantage": turn.advantage}
+            credit = [f"{name} {format_short(number)}" for name, number in numbers.items() if number is not None]
             part = _indented(turn.speaker, turn.text, credit)
             parts.append(part if turn.speaker == "policy" else f"{DIM}{part}{PLAIN}")
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
-
-
-def _turn_credits(row: Line) -> list[list[str]]:
-    """Return reward and advantage of each turn of the policy, as they are shown; [] without credit by turn."""
-    credits = list[list[str]]()
-    for turn in row.get("turns") or ():
-        numbers = {name: to_float(turn.get(name)) for name in ("reward", "advantage")}
-        credits.append([f"{name} {format_short(number)}" for name, number in numbers.items() if math.isfinite(number)])
-    return credits
 
 
 def _indented(speaker: str, text: str, facts: Sequence[str] = ()) -> str:

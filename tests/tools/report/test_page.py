@@ -151,6 +151,15 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
     assert "24 messages left out" in html
 
 
+def test_a_turn_of_an_episode_is_shown_with_its_own_reward(tmp_path: Path) -> None:
+    episode = [{"role": role, "content": role} for role in ("assistant", "tool", "assistant")]
+    turns = [{"reward": 0.25, "advantage": None}, {"reward": None, "advantage": None}]
+    samples = [sample(2, 0, "PROMPT", "not shown", 0.25, episode=episode, turns=turns)]
+    html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+    speakers = re.findall(r'<span class="who">(.*?)</span>', html.partition("Held-out prompts")[2].partition("<h2>")[0])
+    assert speakers == ["policy · reward 0.250", "environment", "policy"]
+
+
 def conversation(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:
     return {**more, "messages": [{"role": role, "content": text} for role, text in messages]}
 
