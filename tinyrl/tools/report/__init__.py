@@ -232,9 +232,11 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
         pieces = []
         for token in sample["tokens"]:
             known = {name: value for name in records.NUMBERS if math.isfinite(value := to_float(token.get(name)))}
-            about = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
+            numbers = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
-            pieces.append((piece, classes_of(token, scales), about, known.get("reward")))
+            pieces.append((piece, classes_of(token, scales), numbers, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
-        shown.append({**sample, "prompt": prompt, "reward": to_float(sample.get("reward")), "tokens": pieces})
+        images = found if isinstance(found := sample.get("images"), list) else []
+        about = {"prompt": prompt, "images": images, "reward": to_float(sample.get("reward"))}
+        shown.append({**sample, **about, "tokens": pieces})
     return {"tokens": shown, "scales": scales, "levels": LEVELS} if any(each) else {}
