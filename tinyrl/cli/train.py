@@ -59,11 +59,12 @@ def train(
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
     if seeds is not None:
-        from tinyrl.cli.seeds import prepare_seeds, train_seeds  # with subprocesses
+        from tinyrl.cli.seeds import SeedCommands, prepare_seeds, train_seeds, typed_seeds  # with subprocesses
 
         where: dict[str, Any] = {"name": name, "output_dir": output_dir or "runs", "overwrite": overwrite}
-        runs = prepare_seeds(words, typed_config(words), seeds=seeds, options=options, **where)
-        return partial(train_seeds, runs)
+        runs = prepare_seeds(typed_config(words), seeds=typed_seeds(seeds), **where)
+        commands = SeedCommands(runs, words, given=seeds, options=options)
+        return partial(train_seeds, runs, commands.train, again=commands.again)
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     if resume is not None:
