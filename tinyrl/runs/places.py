@@ -81,7 +81,7 @@ def goes_on_from_newest(run: Path, place: str) -> str:
 def run_of(place: str | Path) -> Path | None:
     """Return the run folder (one with config.yaml) that an argument means, or None."""
     path, _ = _split(place)
-    above = path.absolute().parent
+    above = path.parent if path.parent.name == "checkpoints" else path.absolute().parent
     folders = (path, above.parent) if above.name == "checkpoints" else (path,)
     return next((folder for folder in folders if is_run(folder)), None)
 

@@ -199,6 +199,8 @@ def select_samples(
     for row in samples_of(path, notes, kind=kind):
         if prompt in (None, row.get("prompt_index")):
             by_step.setdefault(row["step"], []).append(row)
+    if not path.is_file():
+        raise ValueError(f"{path}: no completion was recorded yet; runs of grpo, ppo and distill keep it")
     if not by_step or step not in (None, *by_step):
         there = f"some of step {join_truncated(map(str, sorted(by_step)))}" if by_step else "none"
         raise ValueError(f"{path}: no such samples; there are {there}")
