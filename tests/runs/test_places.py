@@ -140,8 +140,8 @@ def test_metrics_alone_are_enough_to_read_a_run() -> None:
 
 
 def test_what_only_reads_takes_each_seed_in_their_order(seeds: Path) -> None:
-    assert [*json.loads(output("show", "runs/two", "--json"))] == ["seed-9", "seed-10"]
-    assert [*json.loads(output("doctor", "runs/two", "--json"))] == ["seed-9", "seed-10"]
+    assert [*json.loads(output("show", "runs/two", "--json"))] == ["two/seed-9", "two/seed-10"]
+    assert [*json.loads(output("doctor", "runs/two", "--json"))] == ["two/seed-9", "two/seed-10"]
     assert output("show", "runs/two", "--samples").count("at step 4") == 2
 
 

@@ -14,7 +14,7 @@ from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_r
 from tinyrl.config.settings import describe_settings
 from tinyrl.runs import show as shown
 from tinyrl.runs.places import RunAt, reported_at, runs_at
-from tinyrl.runs.records import seed_runs
+from tinyrl.runs.records import run_name, seed_runs
 from tinyrl.text import hang, terminal_columns
 
 OF_SAMPLES = ("--samples", "--step", "--kind", "--worst", "--unsolved", "--prompt")
@@ -90,8 +90,8 @@ def show(
     if export_hard is not None and len(found) > 1:
         raise ValueError(f"--export-hard writes the rows of one run, and {run} holds {len(found)}: name one of them")
     if json_output:
-        each = {at.run.name: shown.checkpoint_lines(at.run, [], step=at.step) for at in found}
-        typer.echo(json.dumps(each if len(found) > 1 else each[found[0].run.name]))
+        each = {run_name(at.run.path): shown.checkpoint_lines(at.run, [], step=at.step) for at in found}
+        typer.echo(json.dumps(each if len(found) > 1 else next(iter(each.values()))))
         return
     which: dict[str, Any] = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt, "worst": worst}
     for number, at in enumerate(found):

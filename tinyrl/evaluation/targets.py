@@ -22,7 +22,7 @@ from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.rollout.preflight import check_model_path
 from tinyrl.runs.places import checkpoint_of, named_run, run_of
-from tinyrl.runs.records import holds_runs, nearest_run, not_a_run
+from tinyrl.runs.records import holds_runs, nearest_run, not_a_run, run_name
 from tinyrl.runs.resolve import config_of, model_facts, resolve
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tasks import load_task, task_of
@@ -80,7 +80,7 @@ class Target:
     def name(self) -> str:
         if self.run is None or self.checkpoint is None:
             return self.path
-        return f"{self.run.resolve().name}/{self.checkpoint.name}"
+        return f"{run_name(self.run)}/{self.checkpoint.name}"
 
     @property
     def config(self) -> Config:

@@ -28,6 +28,7 @@ OTHER_CHARACTERS = 500
 MOST_MESSAGES = 16  # of an episode
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion
+SEED = re.compile(r"seed-[0-9]{1,17}")  # the folder of one of several seeds
 NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")  # of a token
 
 
@@ -369,7 +370,7 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        return one_line(self.path.resolve().name, 80)
+        return one_line(run_name(self.path), 80)
 
     @property
     def last_step(self) -> int:
@@ -411,6 +412,12 @@ def is_run(folder: Path) -> bool:
     return os.path.isfile(folder / "config.yaml")
 
 
+def run_name(folder: Path) -> str:
+    """Return how tables call a run: by the name of its folder, of one of several seeds with the folder of those."""
+    place = folder.resolve()
+    return f"{place.parent.name}/{place.name}" if SEED.fullmatch(place.name) else place.name
+
+
 def runs_in(folder: Path) -> list[Path]:
     """Return the runs directly in a folder, by name."""
     return sorted(file.parent for file in folder.glob("*/config.yaml") if not file.parent.name.startswith("."))
@@ -420,7 +427,7 @@ def seed_runs(folder: Path) -> list[Path]:
     """Return the runs in the folder of a command with --seeds, by their seed; [] for a run, and for other folders."""
     if is_run(folder):
         return []
-    seeds = {int(run.name[5:]): run for run in runs_in(folder) if re.fullmatch(r"seed-[0-9]{1,17}", run.name)}
+    seeds = {int(run.name[5:]): run for run in runs_in(folder) if SEED.fullmatch(run.name)}
     return [seeds[seed] for seed in sorted(seeds)]
 
 

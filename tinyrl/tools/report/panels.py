@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs.best import early_end
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
-from tinyrl.runs.records import Points, RunRecords, origin_of, reward_change_note, subsample, to_float
+from tinyrl.runs.records import SEED, Points, RunRecords, origin_of, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import one_line
 
@@ -278,12 +278,20 @@ def group_runs(runs: list[RunRecords]) -> list[RunGroup]:
         raise ValueError(f"{len(settings)} runs are too many for one report: at most {MOST_RUNS} can be told apart.")
     groups = []
     for letter, (first, *others) in zip(ascii_uppercase, settings.values(), strict=False):
-        name = first.name
-        if others:
-            seeds = "seed" if len(others) == 1 else "seeds"
-            name = f"{name} and {len(others)} more {seeds}"
-        groups.append(RunGroup(letter, str(len(groups) + 1), name, _mean_run([first, *others]), [first, *others]))
+        seeds = [first, *others]
+        groups.append(RunGroup(letter, str(len(groups) + 1), _name_of(seeds), _mean_run(seeds), seeds))
     return groups
+
+
+def _name_of(seeds: list[RunRecords]) -> str:
+    """Return how a group is called: by its first run or, of a command with --seeds, by the folder of all."""
+    first, *others = seeds
+    if not others:
+        return first.name
+    folders = {run.path.resolve().parent for run in seeds}
+    if len(folders) == 1 and all(SEED.fullmatch(run.path.resolve().name) for run in seeds):
+        return one_line(f"{folders.pop().name}, {len(seeds)} seeds", 80)
+    return f"{first.name} and {len(others)} more {'seed' if len(others) == 1 else 'seeds'}"
 
 
 def _mean_run(seeds: list[RunRecords]) -> RunRecords:
