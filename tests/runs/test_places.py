@@ -172,6 +172,11 @@ def test_what_needs_one_run_names_those_that_a_folder_holds(words: str, seeds: P
     assert "seed-9, " in done.stderr or "seed-10, seed-9" in done.stderr
 
 
+def test_a_resume_of_several_seeds_names_the_command_that_goes_on_with_all(seeds: Path) -> None:
+    with pytest.raises(ValueError, match="--seeds"):
+        run_to_resume(str(seeds))
+
+
 # ---- what is not a run ----
 
 

@@ -68,6 +68,8 @@ def run_to_resume(place: str, *, writes: bool = True) -> RunDir:
     run = run_of(place)
     if run is not None and run != Path(place):
         raise ValueError(goes_on_from_newest(run, place))
+    if seed_runs(Path(place)):
+        raise ValueError(f"{not_a_run(place)} The command with --seeds that has made them goes on with all.")
     return open_run(place, writes=writes)
 
 

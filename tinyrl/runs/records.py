@@ -397,7 +397,10 @@ class RunRecords:
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """Return a metric that is [low, high], at one step."""
         pair = self.steps.get(step, {}).get(key)
-        low, high = map(to_float, pair) if isinstance(pair, list) and len(pair) == 2 else (math.nan, math.nan)
+        if not isinstance(pair, list) or len(pair) != 2:
+            return None
+        low = to_float(pair[0])
+        high = to_float(pair[1])
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:

@@ -155,7 +155,8 @@ def summary(run: RunDir) -> str:
         forked = "" if origin is None else one_line(f", forked from {origin}", 4096)
         text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}{forked}")
         for metric in TABLE:
-            first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
+            first = to_float(lines[0].get(metric.key))
+            last = to_float(lines[-1].get(metric.key))
             if metric.row and not (math.isnan(first) and math.isnan(last)):
                 text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
         if note := reward_change_note(environment):

@@ -337,9 +337,10 @@ def seed_table(group: RunGroup) -> SeedTable | None:
         is_repeated = key == "eval/pass@1" and all(map(reward_is_pass, group.seeds))
         if len(values) < len(group.seeds) or is_repeated:
             continue
-        low, high = (typeset_number(end, share=metric.share) for end in t_interval(values))
+        low, high = t_interval(values)
+        interval = f"{typeset_number(low, share=metric.share)} to {typeset_number(high, share=metric.share)}"
         cells = [typeset_number(value, share=metric.share) for value in [*values, fmean(values)]]
-        rows[label] = [*cells, "equal" if all_equal(values) else f"{low} to {high}"]
+        rows[label] = [*cells, "equal" if all_equal(values) else interval]
     columns = [*(f"seed {run.setting('run.seed')}" for run in group.seeds), "mean", SEED_INTERVAL]
     return SeedTable(name=group.name, columns=columns, rows=rows)
 
@@ -407,7 +408,8 @@ def _first_to_last_score(run: RunRecords) -> str:
         overlap = False
         if held:
             interval = f"{metric.held.removesuffix('_mean')}_ci"
-            before, after = (run.interval(interval, step) for step in (first, last))
+            before = run.interval(interval, first)
+            after = run.interval(interval, last)
             over_seeds = f"{SEED_INTERVAL} over seeds"
             kinds = {interval: "95 % interval", f"{metric.held} t": over_seeds, f"{metric.held} range": "seeds from"}
             found = [(kind, pair) for key, kind in kinds.items() if (pair := run.interval(key, last)) is not None]
@@ -419,7 +421,8 @@ def _first_to_last_score(run: RunRecords) -> str:
             if kl := run.finite("eval/kl") or run.finite("objective/kl"):
                 paid = f", at a KL of {typeset_number(kl[-1][1])} nats per response"
         elif (window := min(5, len(points) // 2)) > 1:
-            start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
+            start = fmean(value for _, value in points[:window])
+            end = fmean(value for _, value in points[-window:])
             around = f"means of the first and last {window} steps; "
         before_text = typeset_number(start)
         after_text = typeset_number(end)
@@ -473,7 +476,8 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
     points = run.since_start(key) or [(0, math.nan)]
-    first, last = (typeset_number(value, share=share) for _, value in (points[0], points[-1]))
+    first = typeset_number(points[0][1], share=share)
+    last = typeset_number(points[-1][1], share=share)
     return "" if first == last else first, last
 
 
