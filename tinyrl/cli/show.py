@@ -38,12 +38,13 @@ def report(
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     from tinyrl.tools.report import write_overlay, write_report  # with jinja2
 
-    notes = list[str]()
     of_seeds = bool(seed_runs(Path(runs[0])))
+    is_one_run = len(runs) == 1 and not of_seeds
+    if is_one_run and output is not None:
+        raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+    notes = list[str]()
     folders = [folder for run in runs for folder in reported_at(run, notes)]
-    if len(runs) == 1 and not of_seeds:
-        if output is not None:
-            raise ValueError("--output is for a report of several runs; that of one run is in its folder")
+    if is_one_run:
         print(*write_report(folders[0]), sep="\n")
         return
     first = Path(runs[0]) if of_seeds else folders[0]
