@@ -184,20 +184,25 @@ def turns_of(row: dict[str, Any]) -> list[Turn]:
             continue
         text = str(message.get("content", ""))
         if message.get("role") == "assistant":
-            turns.append(Turn("policy", text, **next(credits, {})))
+            reward, advantage = next(credits, (None, None))
+            turns.append(Turn("policy", text, reward=reward, advantage=advantage))
         else:
             turns.append(Turn("environment", text))
     return turns
 
 
-def _credits(row: dict[str, Any]) -> list[dict[str, float]]:
-    """Return the reward and the advantage of each turn of the policy, where it has them; [] without credit by turn."""
-    credits = list[dict[str, float]]()
+def _credits(row: dict[str, Any]) -> list[tuple[float | None, float | None]]:
+    """Return the reward and the advantage of each turn of the policy, None where it has none; [] without credit by
+    turn.
+    """
     turns = row.get("turns")
-    for turn in turns if isinstance(turns, list) else ():
-        numbers = {name: to_float(turn.get(name)) for name in ("reward", "advantage")} if isinstance(turn, dict) else {}
-        credits.append({name: number for name, number in numbers.items() if math.isfinite(number)})
-    return credits
+    records = [turn if isinstance(turn, dict) else {} for turn in turns] if isinstance(turns, list) else []
+    return [(_finite(turn.get("reward")), _finite(turn.get("advantage"))) for turn in records]
+
+
+def _finite(value: Any) -> float | None:
+    number = to_float(value)
+    return number if math.isfinite(number) else None
 
 
 def _conversation_turns(conversation: dict[str, Any], *, number: int) -> list[Turn]:
