@@ -15,14 +15,16 @@ import html
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from tinyrl.cli.options import configure_libraries
+from tinyrl.cli.seeds import REFUSED, SeedRuns, prepare_seeds, train_seeds, with_seed
 from tinyrl.cli.train import print_note
 from tinyrl.config.given import as_override
 from tinyrl.config.recipe import load_config
@@ -39,13 +41,13 @@ from tinyrl.process.signals import StopFlag
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.best import is_finished
 from tinyrl.runs.folders import write_atomic
-from tinyrl.runs.records import json_safe, read_steps, samples_of
+from tinyrl.runs.places import goes_on_from_newest, run_at
+from tinyrl.runs.records import is_run, json_safe, read_steps, samples_of
 from tinyrl.runs.resolve import changed_config, model_facts
 from tinyrl.runs.run_dir import RunDir, check_new_run
-from tinyrl.runs.run_dir import open_run as open_folder
 from tinyrl.tasks.own import close_workers
 from tinyrl.text import truncate
-from tinyrl.tools.report import write_report
+from tinyrl.tools.report import write_overlay, write_report
 from tinyrl.workers.foreign_code import tell_code
 from tinyrl.workers.loading import uses_of
 
@@ -56,9 +58,11 @@ Settings = Mapping[str, Any]  # {"run.num_steps": 20} or {"run": {"num_steps": 2
 Reward = str | Callable[..., Any]  # 'file.py:function', a function, a functools.partial, or an object with __call__
 Rows = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
 OnStep = Callable[[dict[str, Any]], object]  # given a line of metrics.jsonl; "stop" ends the run
+ARGUMENTS = {"reward.functions": "reward", "task.data": "rows", "task.eval_data": "eval_rows"}  # of `train`
 _running = threading.Lock()
 
 
+@overload
 def train(
     method: str,
     recipe: str | os.PathLike[str] | None = None,
@@ -70,50 +74,130 @@ def train(
     name: str | None = None,
     output_dir: str | os.PathLike[str] = "runs",
     overwrite: bool = False,
+    seeds: None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
     on_step: OnStep | None = None,
-) -> OpenedRun:
+) -> OpenedRun: ...
+@overload
+def train(
+    method: str,
+    recipe: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+    *,
+    reward: Reward | list[Reward] | dict[Any, float] | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    name: str | None = None,
+    output_dir: str | os.PathLike[str] = "runs",
+    overwrite: bool = False,
+    seeds: int | Sequence[int],
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    on_step: OnStep | None = None,
+) -> OpenedSeeds: ...
+def train(
+    method: str,
+    recipe: str | os.PathLike[str] | None = None,
+    settings: Settings | None = None,
+    *,
+    reward: Reward | list[Reward] | dict[Any, float] | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    name: str | None = None,
+    output_dir: str | os.PathLike[str] = "runs",
+    overwrite: bool = False,
+    seeds: int | Sequence[int] | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    on_step: OnStep | None = None,
+) -> OpenedRun | OpenedSeeds:
     """Run `tinyrl train METHOD [RECIPE] [settings]` to its end or to an interrupt; see `OpenedRun.exit_code`.
 
     reward: functions with TRL's signature, or 'file.py:function', one or several, or {function: weight}; rows,
     eval_rows: a file, a hub name, or rows as dictionaries, which replace those of a recipe and, unless settings name
     one, its task. Rows that are in no file are written to one named by their content, in OUTPUT_DIR/inputs. A function
-    that is in no module's file is called in this process: resume such a run where it is defined. on_step is called with
-    the metrics of each step (and of the evaluation before the first, "step" 0) once they are written; where it returns
-    "stop", the run ends with a checkpoint and exit code 0. The same arguments give the same run as the command, bit for
-    bit.
+    that is in no module's file is called in this process: resume such a run where it is defined. seeds: as --seeds of
+    the command, how many or which: the runs are trained one after another in this process, in OUTPUT_DIR/NAME, and the
+    same call under the same name goes on. on_step is called with the metrics of each step (and of the evaluation before
+    the first, "step" 0) once they are written; where it returns "stop", the run ends with a checkpoint and exit code 0.
+    The same arguments give the same run as the command, bit for bit.
     Raises ValueError for what a user can fix, and while another run is going on in this process or in that folder.
     """
     folder = _path(output_dir)
-    recipe = None if recipe is None else _path(recipe)
-    options = Options(device, trust_remote_code)
+    inputs = Path(folder).absolute() / "inputs"
+    how: dict[str, Any] = {"options": Options(device, trust_remote_code), "on_step": on_step}
     with alone():
-        check_new_run(folder, name=name, overwrite=overwrite)
-        overrides = overrides_from(settings, reward, rows, eval_rows, inputs=Path(folder).absolute() / "inputs")
-        arguments: dict[str, str] = {}
-        if reward is not None:
-            arguments["reward.functions"] = "reward"
-        if rows is not None:
-            arguments["task.data"] = "rows"
-        if eval_rows is not None:
-            arguments["task.eval_data"] = "eval_rows"
-        config = load_config(
-            method, recipe, overrides=overrides, arguments=arguments, note=print_note, facts=model_facts
+        if seeds is None:
+            check_new_run(folder, name=name, overwrite=overwrite)
+        given = {"reward.functions": reward, "task.data": rows, "task.eval_data": eval_rows}
+        asked = _AskedRun(
+            method=method,
+            recipe=None if recipe is None else _path(recipe),
+            overrides=overrides_from(settings, reward, rows, eval_rows, inputs=inputs),
+            arguments={key: ARGUMENTS[key] for key, value in given.items() if value is not None},
         )
+        if seeds is None:
+            return asked.train(name=name, output_dir=folder, overwrite=overwrite, **how)
+        chosen = seeds if isinstance(seeds, int) else [*seeds]
+        runs = prepare_seeds(asked.config(), seeds=chosen, name=name, output_dir=folder, overwrite=overwrite)
+    return _train_seeds(runs, asked, **how)
+
+
+@dataclass(frozen=True)
+class _AskedRun:
+    """A run as the arguments of `train` describe it. overrides: as the command line has them; arguments: the names, as
+    refusals have them, of arguments that settings were given by.
+    """
+
+    method: str
+    recipe: str | None
+    overrides: list[str]
+    arguments: dict[str, str]
+
+    def config(self) -> Config:
+        how: dict[str, Any] = {"arguments": self.arguments, "note": print_note, "facts": model_facts}
+        return load_config(self.method, self.recipe, overrides=self.overrides, **how)
+
+    def train(self, *, name: str | None, output_dir: str, overwrite: bool, **how: Any) -> OpenedRun:
+        """Train it in a new folder; how: options and on_step."""
         from tinyrl.training.launch import start  # with torch
 
-        command = ["tinyrl", "train", method, *([recipe] if recipe else []), *overrides]
         launch = start(
-            prepare(config),  # with the rows, which are let go once they are loaded
-            options=options,
-            output_dir=folder,
+            prepare(self.config()),  # with the rows, which are let go once they are loaded
+            output_dir=output_dir,
             name=name,
             overwrite=overwrite,
-            command=command,
-            on_step=on_step,
+            command=["tinyrl", "train", self.method, *([self.recipe] if self.recipe else []), *self.overrides],
+            **how,
         )
         return OpenedRun(launch.folder, exit_code=launch.go(report=write_report))
+
+
+def _train_seeds(runs: SeedRuns, asked: _AskedRun, *, options: Options, on_step: OnStep | None) -> OpenedSeeds:
+    """Train the seeds that are not finished, or go on with them. Raises ValueError where the first is refused."""
+    refused: dict[int, ValueError] = {}
+
+    def train_one(seed: int) -> int:
+        path = runs.run(seed)
+        try:
+            if seed in runs.begun:
+                device = {"device": options.device, "trust_remote_code": options.trust_remote_code}
+                return open_run(path).resume(**device, on_step=on_step).exit_code or 0
+            one = replace(asked, overrides=with_seed(asked.overrides, seed))
+            where: dict[str, Any] = {"name": path.name, "output_dir": str(runs.folder), "overwrite": runs.overwrite}
+            with alone():
+                check_new_run(str(runs.folder), name=path.name, overwrite=runs.overwrite)
+                return one.train(**where, options=options, on_step=on_step).exit_code or 0
+        except ValueError as error:
+            refused[seed] = error
+            print(f"tinyrl: {error}", file=sys.stderr)
+            return REFUSED
+
+    code = train_seeds(runs, train_one, again=f"the same call, with name={runs.folder.name!r}")
+    if code == REFUSED and not any(runs.run(seed).exists() for seed in runs.seeds):
+        raise next(iter(refused.values()))
+    return OpenedSeeds(runs.folder, [runs.run(seed) for seed in runs.seeds], exit_code=code)
 
 
 def evaluate(
@@ -146,17 +230,21 @@ def evaluate(
 
 
 def open_run(path: str | os.PathLike[str]) -> OpenedRun:
-    """Open a run folder. Raises ValueError when it is not one."""
-    return OpenedRun(open_folder(_path(path)))
+    """Open a run by its folder, or by a checkpoint: RUN@STEP, RUN@best or the checkpoint's folder, of which `samples`
+    and `policy` then are. Raises ValueError where there is none.
+    """
+    at = run_at(_path(path))
+    return OpenedRun(at.run, checkpoint=at.step)
 
 
 class OpenedRun:
     """A run folder. exit_code: of its last training here (0 done, 3 a guard, 4 no room, 75 interrupted); None where it
-    was only opened.
+    was only opened. checkpoint: the step of the one by which it was opened.
     """
 
-    def __init__(self, folder: RunDir, *, exit_code: int | None = None) -> None:
+    def __init__(self, folder: RunDir, *, exit_code: int | None = None, checkpoint: int | None = None) -> None:
         self._folder = folder
+        self.checkpoint = checkpoint
         self.exit_code = exit_code
         self.path = folder.path
         self.name = folder.path.resolve().name
@@ -179,6 +267,7 @@ class OpenedRun:
 
     def samples(self, *, step: int | None = None, kind: str | None = None) -> list[dict[str, Any]]:
         """Return lines of samples.jsonl, of a step and a kind (train, eval, eval-greedy) where they are given."""
+        step = self.checkpoint if step is None else step
         return list(samples_of(self._folder.samples, [], kind=kind, step=step))
 
     def report(self) -> Report:
@@ -195,6 +284,8 @@ class OpenedRun:
         on_step: OnStep | None = None,
     ) -> OpenedRun:
         """Go on from the newest checkpoint that verifies, as `tinyrl train --resume RUN`; return a finished run."""
+        if self.checkpoint is not None:
+            raise ValueError(goes_on_from_newest(self.path, f"{self.path}@{self.checkpoint}"))
         options = Options(device, trust_remote_code)
         with alone():
             config = changed_config(self._folder, overrides_from(settings))
@@ -214,9 +305,10 @@ class OpenedRun:
     def policy(
         self, *, at: int | Literal["best"] | None = None, device: str = "auto", trust_remote_code: bool = False
     ) -> ChatSession:
-        """Load the policy of the newest checkpoint, of a step's or of the best one: `policy("a prompt")` is its answer.
-        Close it, or use `with`.
+        """Load the policy of a step's checkpoint or of the best one; default: the one by which the run was opened, or
+        the newest. `policy("a prompt")` is its answer. Close it, or use `with`.
         """
+        at = self.checkpoint if at is None else at
         target = policy_at(str(self.path) if at is None else f"{self.path}@{at}", [])
         configure_libraries()
         from tinyrl.tools.chat import ChatSession  # with torch
@@ -232,8 +324,39 @@ class OpenedRun:
         return text
 
 
+class OpenedSeeds(Sequence[OpenedRun]):
+    """The runs of several seeds, in their order, without those that are not begun. path: of their folder; exit_code: of
+    a stop, or of the first seed that failed, as a run's; 0 where all are done.
+    """
+
+    def __init__(self, path: Path, runs: list[Path], *, exit_code: int) -> None:
+        self.path = path
+        self.exit_code = exit_code
+        self._runs = [OpenedRun(RunDir(run)) for run in runs if is_run(run)]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @overload
+    def __getitem__(self, place: int) -> OpenedRun: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[OpenedRun]: ...
+    def __getitem__(self, place: int | slice) -> OpenedRun | list[OpenedRun]:
+        return self._runs[place]
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def report(self) -> Report:
+        """Write the report of all seeds anew, and show the page in a notebook."""
+        return Report(write_overlay([run.path for run in self if run.metrics], self.path)[0])
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self._runs))
+
+
 class Report:
-    """report.html of a run: shown inline in a notebook, without scripts."""
+    """report.html of a run, or of several seeds: shown inline in a notebook, without scripts."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -291,7 +414,11 @@ class TrlRun:
     eval_rows: Rows | None = None
     name: str | None = None
 
-    def train(self, settings: Settings | None = None, **options: Any) -> OpenedRun:
+    @overload
+    def train(self, settings: Settings | None = None, *, seeds: None = None, **options: Any) -> OpenedRun: ...
+    @overload
+    def train(self, settings: Settings | None = None, *, seeds: int | Sequence[int], **options: Any) -> OpenedSeeds: ...
+    def train(self, settings: Settings | None = None, **options: Any) -> OpenedRun | OpenedSeeds:
         """Train it; settings: over those of TRL's objects; options: of `train`, such as output_dir."""
         for note in self.notes:
             print_note(f"from TRL: {note}")

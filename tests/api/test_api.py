@@ -47,7 +47,7 @@ def _without_reports(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("tinyrl.api.write_report", lambda folder: ())
 
 
-def run_of(tiny: TinyModels, folder: Path, **more: Any) -> OpenedRun:
+def run_of(tiny: TinyModels, folder: Path, **more: Any) -> Any:
     settings = {**FEW, "model.path": str(tiny("llama")), "optim.learning_rate": 1e-2}
     return tinyrl.train("grpo", None, settings, reward=variety, rows=ROWS, output_dir=str(folder), **more)
 
@@ -117,6 +117,55 @@ def test_an_interrupt_saves_returns_the_run_and_it_goes_on_bit_for_bit(
     run.resume()
     assert (run.exit_code, run.finished) == (0, True)
     assert running.lasting(open_run(run.path)) == running.lasting(open_run(whole.path))
+
+
+# ---- several seeds ----
+
+
+@pytest.fixture
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports of several seeds name their file and are not drawn."""
+    monkeypatch.setattr("tinyrl.tools.report._write", lambda folder, *_, **__: [folder / "report.html"])
+
+
+# Fast: tests/cli/test_seeds.py has which seeds are trained, left and resumed.
+@pytest.mark.slow
+@pytest.mark.usefixtures("_undrawn")
+def test_seeds_are_the_runs_one_by_one_and_the_same_call_goes_on(
+    tiny: TinyModels, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = tinyrl.train(
+        "grpo",
+        None,
+        {**FEW, "model.path": str(tiny("llama")), "optim.learning_rate": 1e-2, "run.seed": 1},
+        reward=variety,
+        rows=ROWS,
+        output_dir=tmp_path / "one",
+    )
+    stopped = run_of(tiny, tmp_path, seeds=2, name="x", on_step=lambda line: "stop" if line["step"] == 1 else None)
+    assert (stopped.exit_code, [len(run.metrics) for run in stopped]) == (0, [2, 2])
+    capsys.readouterr()
+    seeds = run_of(tiny, tmp_path, seeds=2, name="x")
+    assert "95 % t interval" in capsys.readouterr().out
+    assert [run.path for run in seeds] == [tmp_path / "x" / "seed-0", tmp_path / "x" / "seed-1"]
+    assert seeds.report().path == tmp_path / "x" / "report.html"
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "x", "inputs"}
+    assert running.lasting(open_run(seeds[1].path)) == running.lasting(open_run(one.path))
+    first, second = (running.weights(open_run(path), 2) for path in (seeds[1].path, one.path))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    before = (seeds[1].path / "metrics.jsonl").stat().st_mtime_ns
+    run_of(tiny, tmp_path, seeds=2, name="x")
+    assert (seeds[1].path / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("seeds", "more"), [(1, {}), ([3], {}), ([3, 3], {}), ([3, 4], {"run.seed": 3}), (2, {"model.path": "./none"})]
+)
+def test_seeds_that_cannot_be_trained_leave_no_folder(seeds: Any, more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"seed|\./none"):
+        tinyrl.train("grpo", None, {"task.name": "sort", **more}, seeds=seeds, output_dir=tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_second_interrupt_is_a_keyboard_interrupt_and_not_the_end_of_the_process():

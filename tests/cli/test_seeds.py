@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from tests import running
 from tests.tiny_models import TinyModels
 from tinyrl.cli.commands import app
-from tinyrl.cli.seeds import SeedRuns, _run_process, prepare_seeds, seeds_of
+from tinyrl.cli.seeds import SeedCommands, SeedRuns, _run_process, chosen_seeds, prepare_seeds, typed_seeds
 from tinyrl.cli.train import typed_config
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
@@ -26,9 +26,12 @@ WORDS = ["grpo", "run.num_steps=4"]
 
 
 def prepared(folder: Path, *more: str, words: list[str] = WORDS, **options: Any) -> SeedRuns:
-    given: dict[str, Any] = {"seeds": "3", "name": "x", "overwrite": False, "options": Options(device="cpu"), **options}
-    every = [*words, *more]
-    return prepare_seeds(every, typed_config(every), output_dir=str(folder), **given)
+    given: dict[str, Any] = {"seeds": 3, "name": "x", "overwrite": False, **options}
+    return prepare_seeds(typed_config([*words, *more]), output_dir=str(folder), **given)
+
+
+def command(runs: SeedRuns, seed: int, *, words: list[str] = WORDS) -> list[str]:
+    return SeedCommands(runs, words, given="3", options=Options(device="cpu")).of(seed)
 
 
 def made(folder: Path, seed: int, *, steps: int) -> RunDir:
@@ -52,18 +55,18 @@ def made(folder: Path, seed: int, *, steps: int) -> RunDir:
 def test_a_number_counts_from_the_seed_of_the_run_and_a_list_names_seeds(
     text: str, settings: list[str], seeds: list[int]
 ) -> None:
-    assert seeds_of(text, typed_config(["grpo", *settings])) == seeds
+    assert chosen_seeds(typed_seeds(text), typed_config(["grpo", *settings])) == seeds
 
 
 @pytest.mark.parametrize("text", ["1", "0", "3,x", "-2", "3,3", "101", "9" * 17, ""])
 def test_other_seeds_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--seeds"):
-        seeds_of(text, typed_config(["grpo"]))
+        chosen_seeds(typed_seeds(text), typed_config(["grpo"]))
 
 
 def test_a_list_beside_a_seed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"run\.seed=2"):
-        seeds_of("3,4", typed_config(["grpo", "run.seed=2"]))
+        chosen_seeds([3, 4], typed_config(["grpo", "run.seed=2"]))
 
 
 def test_a_finished_seed_is_left_one_that_has_begun_is_resumed_and_another_is_started(tmp_path: Path) -> None:
@@ -71,8 +74,8 @@ def test_a_finished_seed_is_left_one_that_has_begun_is_resumed_and_another_is_st
     made(tmp_path, 1, steps=2)
     runs = prepared(tmp_path)
     assert (runs.finished, runs.begun) == ([0], [1])
-    assert runs.command(1)[:3] == ["train", "--resume", str(tmp_path / "x/seed-1")]
-    assert runs.command(2)[:4] == ["train", *WORDS, "run.seed=2"]
+    assert command(runs, 1)[:3] == ["train", "--resume", str(tmp_path / "x/seed-1")]
+    assert command(runs, 2)[:4] == ["train", *WORDS, "run.seed=2"]
 
 
 def test_a_run_of_other_settings_is_refused_unless_it_is_overwritten(tmp_path: Path) -> None:
@@ -80,7 +83,19 @@ def test_a_run_of_other_settings_is_refused_unless_it_is_overwritten(tmp_path: P
     with pytest.raises(ValueError, match=r"optim\.learning_rate"):
         prepared(tmp_path, "optim.learning_rate=1e-3")
     runs = prepared(tmp_path, "optim.learning_rate=1e-3", overwrite=True)
-    assert "--overwrite" in runs.command(0)
+    assert "--overwrite" in command(runs, 0)
+
+
+def test_a_seed_of_the_settings_gives_way_to_that_of_the_run(tmp_path: Path) -> None:
+    runs = prepared(tmp_path, "run.seed=5")
+    assert runs.seeds == [5, 6, 7]
+    assert command(runs, 6, words=[*WORDS, "run.seed=5"])[:4] == ["train", *WORDS, "run.seed=6"]
+
+
+def test_a_fork_of_a_seed_may_be_beside_the_seeds(tmp_path: Path) -> None:
+    made(tmp_path, 0, steps=4)
+    (tmp_path / "x/seed-0").rename(tmp_path / "x/half-rate")
+    assert prepared(tmp_path).begun == []
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

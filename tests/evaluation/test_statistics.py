@@ -2,6 +2,7 @@
 held-out numbers of a reward model; by hand.
 """
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -15,7 +16,9 @@ from tinyrl.evaluation.statistics import (
     interval,
     majority_passes,
     paired_difference,
+    prompts_for_a_gain,
     share_interval,
+    t_interval,
     verdict_metrics,
     win_rate,
 )
@@ -149,3 +152,51 @@ def test_held_out_pairs_and_labels() -> None:
 def test_pairs_are_the_prompts_with_a_reward_on_both_sides() -> None:
     assert paired_difference([[1.0], [NAN], [1.0, NAN]], [[0.0], [1.0], [0.0, 0.0]]).pairs == 2
     assert paired_difference([[1.0], [2.0]], [[NAN], [NAN]]).pairs == 0
+
+
+# ---- gains that few prompts cannot show ----
+
+RIGHT_OR_WRONG = [0.0, 1.0, 1.0, 0.0]
+
+
+def highest_is_above(values: list[float], prompts: int) -> bool:
+    """Whether some evaluation of so many prompts, of these values, has an interval that ends below the highest one."""
+    every = itertools.combinations_with_replacement(values, prompts)
+    return any(t_interval(one)[1] < max(values) for one in every)
+
+
+@pytest.mark.parametrize(
+    ("values", "prompts", "needed"),
+    [
+        ([0.0, 1.0], 2, 5),
+        ([0.0, 1.0], 4, 5),
+        ([0.0, 1.0], 5, None),
+        ([0.0, 0.5, 1.0], 2, 3),
+        ([0.0, 0.5, 1.0], 3, None),
+        ([i / 6 for i in range(7)], 2, 3),
+        ([i / 7 for i in range(8)], 2, None),
+        ([-3.0, 1.0], 4, 5),
+    ],
+)
+def test_so_few_prompts_show_no_gain(values: list[float], prompts: int, needed: int | None) -> None:
+    assert prompts_for_a_gain(values * 2, prompts=prompts, best=1.0) == needed
+    assert highest_is_above(values, prompts) is (needed is None)
+    assert needed is None or highest_is_above(values, needed)
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [[0.1, 0.9, 0.2, 0.7], [1.0] * 8, [0.0, math.nan, 1.0, math.nan], []],
+    ids=["differ", "equal", "NaN", "none"],
+)
+def test_rewards_that_do_not_tell_have_no_number_of_prompts(rewards: list[float]) -> None:
+    assert prompts_for_a_gain(rewards, prompts=2, best=1.0) is None
+
+
+def test_one_prompt_has_no_interval_and_any_better_reward_gains() -> None:
+    assert prompts_for_a_gain(RIGHT_OR_WRONG, prompts=1, best=1.0) is None
+
+
+def test_a_reward_that_can_go_higher_than_those_seen_can_gain() -> None:
+    assert prompts_for_a_gain(RIGHT_OR_WRONG, prompts=2, best=1.0) == 5
+    assert prompts_for_a_gain(RIGHT_OR_WRONG, prompts=2, best=10.0) is None

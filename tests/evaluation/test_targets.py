@@ -55,6 +55,11 @@ def test_a_run_is_sampled_or_measured_by_its_method() -> None:
     assert [measured(f"runs/{name}").method for name in ("sft", "reward")] == ["sft", "reward"]
 
 
+def test_a_seed_is_called_by_the_folder_of_its_seeds_too() -> None:
+    for path, name in (("runs/two/seed-1", "two/seed-1/step-000002"), ("runs/grpo", "grpo/step-000002")):
+        assert Target(path, Path(path), None, checkpoint=Path(path) / "checkpoints/step-000002").name == name
+
+
 def test_a_policy_and_a_reward_model_are_not_compared() -> None:
     for first, other in (("sft", "reward"), ("reward", "sft"), ("grpo", "reward")):
         with pytest.raises(ValueError, match=f"runs/{other}"):

@@ -56,7 +56,7 @@ def test_a_line_has_an_agents_messages_and_tools_beside_what_it_returned() -> No
     assert line["conversations"] == [{"tools": [FIND], "messages": messages}]
     assert line["completion"] == "returned"
     assert line["episode"] == [said("assistant", "returned")]
-    assert [tuple(turn) for turn in turns_of(line)] == [
+    assert [turn[:3] for turn in turns_of(line)] == [
         ("tools", "find(title, year): Find a book.", 0),
         ("system", "Be brief.", 0),
         ("user", "Who wrote Emma?", 0),
@@ -70,13 +70,13 @@ def test_a_line_has_an_agents_messages_and_tools_beside_what_it_returned() -> No
 def test_an_episode_without_an_agent_has_no_conversations() -> None:
     line = line_of(Episode([said("assistant", "ask"), said("tool", "<reply>")]))
     assert "conversations" not in line
-    assert [tuple(turn) for turn in turns_of(line)] == [("policy", "ask", 0), ("environment", "<reply>", 0)]
+    assert [turn[:3] for turn in turns_of(line)] == [("policy", "ask", 0), ("environment", "<reply>", 0)]
 
 
 def test_an_agent_that_asked_nothing_has_only_what_it_returned() -> None:
     line = line_of(Episode([said("assistant", "")], dialogues=[]))
     assert line["conversations"] == []
-    assert [tuple(turn) for turn in turns_of(line)] == [("agent returned", "returned", 0)]
+    assert [turn[:3] for turn in turns_of(line)] == [("agent returned", "returned", 0)]
 
 
 def test_what_an_earlier_conversation_begins_with_is_written_once() -> None:

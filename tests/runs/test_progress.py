@@ -63,6 +63,19 @@ def test_in_a_terminal_a_step_is_one_line(columns: str, line: str, monkeypatch: 
     assert screen.getvalue().replace("\r\x1b[K", "").splitlines() == [line]
 
 
+def test_in_a_terminal_the_status_is_not_that_of_a_step_that_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen)
+    shown = Display(num_steps=3)
+    shown.start()
+    shown.phase("update")
+    shown.note("a note")
+    assert screen.getvalue().endswith("a note\nstep 1/3: update")
+    shown.step(1, {"reward/mean": 0.5})
+    assert screen.getvalue().endswith(" left\n")
+
+
 class Screen(io.StringIO):
     """Standard error that can be closed; a terminal or a pipe."""
 

@@ -32,7 +32,7 @@ def test_what_is_no_run_is_refused_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"grpo-sorting-2 is not a run.*grpo-sorting-1`\?"):
         read_run(tmp_path / "runs" / "grpo-sorting-2")
     (run / "metrics.jsonl").write_text('{"step": 0, "eval/re', "utf-8")
-    with pytest.raises(ValueError, match=r"grpo-sorting-1 is not a run with a finished step"):
+    with pytest.raises(ValueError, match=r"grpo-sorting-1 has no finished step"):
         read_run(run)
 
 
@@ -40,7 +40,7 @@ def test_what_is_no_run_is_refused_with_its_place(tmp_path: Path) -> None:
 def test_a_run_without_a_line_of_metrics_is_not_suggested_in_its_own_place(text: str, tmp_path: Path) -> None:
     run = grpo_run(tmp_path / "runs" / "grpo-sorting-1", steps=1)
     (run / "metrics.jsonl").write_text(text)
-    with pytest.raises(ValueError, match="not a run with a finished step") as caught:
+    with pytest.raises(ValueError, match="no finished step") as caught:
         read_run(run)
     assert "Did you mean" not in str(caught.value)
     assert ("1 line" in str(caught.value)) == bool(text)

@@ -140,7 +140,10 @@ def test_a_run_is_found_by_its_folder_or_a_checkpoint_and_a_near_name_is_suggest
     run = create(Path("runs"), "mine")
     assert open_run("runs/mine").read_config() == CONFIG
     (step := run.checkpoints / "step-000010").mkdir(parents=True)
-    assert run_of(step) == tmp_path / "runs/mine"
+    assert run_of(step) == Path("runs/mine")
+    monkeypatch.chdir(run.checkpoints)
+    assert run_of("step-000010") == tmp_path / "runs/mine"
+    monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("somebody else's")
     assert run_of(Path("starter")) is run_of(Path("owner/name")) is None
     for path, hint in {"runs/mien": "`runs/mine`?", "mine": "`runs/mine`?", "runs": ""}.items():

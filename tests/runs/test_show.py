@@ -18,12 +18,13 @@ from tinyrl.runs.checkpoint import write_checkpoint
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.runs.show import (
+    checkpoint_lines,
     image_lines,
     read_prompt_stats,
+    render_checkpoints,
     render_prompt_stats,
     render_samples,
     select_samples,
-    show_checkpoints,
     summary,
 )
 
@@ -65,11 +66,11 @@ def test_a_checkpoint_is_listed_with_its_size_metric_and_problem(tmp_path: Path)
         ("step-000006", 6, None, False),
     ]
     assert 4000 < listed[1]["size"] < 5000
-    text = show_checkpoints(run, [])
+    text = render_checkpoints(run, [])
     assert text.splitlines()[2].endswith("0.7500  yes, best")
     assert f"{run.path}@best is that of step 4" in text
     run.append_metrics(6, {"eval/reward_mean": 0.75})  # as good, and later: the run keeps the first
-    assert [one["best"] for one in json.loads(show_checkpoints(run, [], as_json=True))] == [False, True, False]
+    assert [one["best"] for one in checkpoint_lines(run, [])] == [False, True, False]
     assert shown(str(tmp_path / "two")).exit_code == 2
 
 
@@ -117,6 +118,36 @@ def test_the_summary_of_a_run_whose_reward_changed_has_the_step(tmp_path: Path):
     run.write_environment({"reward_changed": [4]})
     (added,) = set(summary(run).splitlines()) - set(unchanged)
     assert "after step 4" in added
+
+
+def fork_of(folder: Path, *, step: int, evaluated: list[int], deleted: bool = False) -> RunDir:
+    """A run that was forked at a step, evaluated at some, in part by the other run; its reward rises by 0.1 a step."""
+    run = RunDir(folder)
+    run.write_config(config_of({"method": "grpo"}))
+    run.write_environment({"forked_from": f"/runs/other@{step}"})
+    for at in evaluated:
+        run.append_metrics(at, {"eval/reward_mean": at / 10})
+    if not deleted:
+        (run.checkpoints / f"step-{step:06d}").mkdir(parents=True)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "line"),
+    [([0, 2, 4, 6], "step 4 -> 6"), ([0, 3, 6], "step 3 -> 6"), ([5, 6], "step 5 -> 6")],
+)
+def test_the_summary_of_a_fork_begins_where_it_was_forked(evaluated: list[int], line: str, tmp_path: Path) -> None:
+    lines = summary(fork_of(tmp_path, step=4, evaluated=evaluated)).splitlines()
+    assert lines[0] == f"{line}, forked from /runs/other@4"
+    assert lines[-1] == f"next     tinyrl eval {tmp_path} --vs {tmp_path}@4"
+
+
+def test_a_fork_that_was_not_evaluated_has_no_change_to_show(tmp_path: Path) -> None:
+    assert "->" not in summary(fork_of(tmp_path, step=4, evaluated=[0, 4]))
+
+
+def test_a_fork_whose_first_checkpoint_is_deleted_is_compared_with_the_base(tmp_path: Path) -> None:
+    assert summary(fork_of(tmp_path, step=4, evaluated=[4, 6], deleted=True)).endswith("--vs base")
 
 
 # ---- samples ----

@@ -81,6 +81,15 @@ def test_a_line_of_a_sample_has_reward_and_advantage_of_its_turns(run: RunDir) -
     assert any(len({turn["advantage"] for turn in line["turns"]}) > 1 for line in samples)
 
 
+def test_a_line_of_a_held_out_sample_has_the_reward_of_its_turns_and_no_advantage(run: RunDir) -> None:
+    samples = [line for line in lines(run.samples) if line["kind"] != "train"]
+    assert {line["kind"] for line in samples} == {"eval", "eval-greedy"}
+    for line in samples:
+        assert len(line["turns"]) == sum(message["role"] == "assistant" for message in line["episode"])
+        assert sum(turn["reward"] or 0.0 for turn in line["turns"]) == pytest.approx(line["reward"])
+        assert {turn["advantage"] for turn in line["turns"]} == {None}
+
+
 def test_all_tokens_of_a_turn_have_its_advantage(run: RunDir) -> None:
     samples = {
         (line["step"], line["prompt_index"], line["sample"]): line["turns"]

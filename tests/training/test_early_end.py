@@ -1,5 +1,6 @@
 """run.patience ends a run, and a resume goes on counting; the checkpoint of the best score is kept."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.training.launch import start
 from tinyrl.training.run_state import CheckpointState
+from tinyrl.workers.loading import use_of
 
 
 def still(model: Path, **run: Any) -> Config:
@@ -80,6 +82,25 @@ def test_a_best_evaluation_without_a_checkpoint_is_not_the_best_that_is_kept(mod
     assert best is not None
     assert best.step == max(saved, key=lambda step: saved[step])
     assert checkpoint_of(f"{made.path}@best").name == f"step-{best.step:06d}"
+
+
+def alternate(completions: list[str], **_: Any) -> list[float]:
+    """Reward every second completion of a batch."""
+    return [float(place % 2) for place in range(len(completions))]
+
+
+# Fast: tests/evaluation/test_statistics.py has how many prompts can show a gain.
+@pytest.mark.slow
+@pytest.mark.parametrize(("prompts", "is_warned"), [(4, True), (6, False)])
+def test_a_start_warns_where_so_few_prompts_show_no_gain(
+    prompts: int, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, is_warned: bool
+) -> None:
+    run = {"num_steps": 1, "eval_prompts": prompts, "patience": 2}
+    reward = {"functions": [{"use": use_of(partial(alternate))}]}
+    trained(running.config("grpo", model, run=run, reward=reward), tmp_path)
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "run.patience=2" in line]
+    assert bool(warnings) is is_warned
+    assert all("At least 5 are needed" in line for line in warnings)
 
 
 @pytest.mark.parametrize("section", [{"eval_prompts": 0}, {"eval_every": 0}])

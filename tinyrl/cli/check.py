@@ -16,9 +16,8 @@ from tinyrl.config.refusal import refusals_at
 from tinyrl.process.launched import Options
 from tinyrl.runs.finding import as_json, counted, in_words
 from tinyrl.runs.findings import find, render
-from tinyrl.runs.places import named_run
+from tinyrl.runs.places import reported_at
 from tinyrl.runs.records import json_safe, read_run
-from tinyrl.runs.run_dir import open_run
 from tinyrl.runs.show import image_lines
 
 SAMPLING = ("--prompts", "--samples", "--write")  # options of the part that samples
@@ -90,13 +89,21 @@ def check(
     return page.exit_code(found)
 
 
-def doctor(run: str = typer.Argument(metavar="RUN", help="folder of the run"), json_output: Json = False) -> None:
+def doctor(
+    run: str = typer.Argument(metavar="RUN", help="a run, or the folder of a command with --seeds"),
+    json_output: Json = False,
+) -> None:
     """Diagnose a run by its metrics: what is wrong, what to change."""
-    opened = read_run(named_run(run) or open_run(run).path)
-    found = find(opened)
+    notes = list[str]()
+    opened = [read_run(folder) for folder in reported_at(run, notes)]
+    found = {one.name: find(one) for one in opened}
     if json_output:
-        print(json.dumps(as_json(found)))
+        each = {name: as_json(findings) for name, findings in found.items()}
+        print(json.dumps(each if len(opened) > 1 else each[opened[0].name]))
     else:
-        print("\n".join([render(opened, found), *image_lines(opened.env)]))
-    for note in opened.notes:
+        texts = ["\n".join([render(one, found[one.name]), *image_lines(one.env)]) for one in opened]
+        print("\n\n".join(texts))
+    for one in opened:
+        notes += [f"{one.name}: {note}" if len(opened) > 1 else note for note in one.notes]
+    for note in notes:
         print(f"tinyrl: {note}", file=sys.stderr)

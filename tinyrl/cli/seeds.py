@@ -1,7 +1,8 @@
-"""`tinyrl train ... --seeds 3`: the same run once per seed, one after another, each in a process of its own.
+"""`tinyrl train ... --seeds 3`, and `seeds=3` in Python: the same run once per seed, one after another.
 
-The runs are OUTPUT_DIR/NAME/seed-N. Under the same name the same command goes on: finished runs are kept, others
-resumed. A seed that fails does not end the others; a stop does, and settings or data that are refused at the first.
+The runs are OUTPUT_DIR/NAME/seed-N; those of the command are processes of their own. Under the same name the same
+command goes on: finished runs are kept, others resumed. A seed that fails does not end the others; a stop does, and
+settings or data that are refused at the first.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from tinyrl.process.signals import check_stop
 from tinyrl.runs.best import is_finished
 from tinyrl.runs.checkpoint import list_checkpoints
 from tinyrl.runs.folders import LOCK
-from tinyrl.runs.records import read_steps
+from tinyrl.runs.records import is_run, read_steps
 from tinyrl.runs.run_dir import check_name, check_new_run, next_name, open_run, run_stem
-from tinyrl.text import terminal_columns
+from tinyrl.text import join_truncated, terminal_columns
 
 MOST_SEEDS = 100
 REFUSED = 2  # exit code of settings or data that are wrong, whatever the seed
@@ -40,13 +41,10 @@ REPORT = ("report.html", "report.png")
 
 @dataclass(frozen=True)
 class SeedRuns:
-    """The runs of a command that trains with several seeds. words: its method, recipe and settings, without a seed."""
+    """The runs of several seeds in a folder. finished, begun: seeds that were so before."""
 
-    words: list[str]
     seeds: list[int]
-    given: str  # of --seeds
     folder: Path
-    options: Options
     overwrite: bool = False
     finished: list[int] = field(default_factory=list)
     begun: list[int] = field(default_factory=list)
@@ -54,50 +52,62 @@ class SeedRuns:
     def run(self, seed: int) -> Path:
         return self.folder / f"seed-{seed}"
 
-    def command(self, seed: int) -> list[str]:
+
+@dataclass(frozen=True)
+class SeedCommands:
+    """The command of each seed's run. words: method, recipe and settings; given: of --seeds."""
+
+    runs: SeedRuns
+    words: list[str]
+    given: str
+    options: Options
+
+    def train(self, seed: int) -> int:
+        """Train a seed in a process of its own; returns its exit code."""
+        return _run_process([sys.executable, "-m", "tinyrl", *self.of(seed)])
+
+    def of(self, seed: int) -> list[str]:
         """Return the arguments of tinyrl that train a seed, or go on with it."""
         how = ["--device", self.options.device]
         if self.options.trust_remote_code:
             how.append("--trust-remote-code")
-        if seed in self.begun:
-            return ["train", "--resume", str(self.run(seed)), *how]
-        where = ["--name", f"seed-{seed}", "--output-dir", str(self.folder)]
-        if self.overwrite:
+        if seed in self.runs.begun:
+            return ["train", "--resume", str(self.runs.run(seed)), *how]
+        where = ["--name", f"seed-{seed}", "--output-dir", str(self.runs.folder)]
+        if self.runs.overwrite:
             where.append("--overwrite")
-        return ["train", *self.words, f"{RUN_SEED}{seed}", *where, *how]
+        return ["train", *with_seed(self.words, seed), *where, *how]
 
     @property
     def again(self) -> str:
         """Return the command that goes on with those that are not finished."""
-        where = ["--name", self.folder.name, "--output-dir", str(self.folder.parent)]
+        words = [word for word in self.words if not word.startswith(RUN_SEED)]
+        where = ["--name", self.runs.folder.name, "--output-dir", str(self.runs.folder.parent)]
         trust = ["--trust-remote-code"] if self.options.trust_remote_code else []
-        return shlex.join(["tinyrl", "train", *self.words, "--seeds", self.given, *where, *trust])
+        return shlex.join(["tinyrl", "train", *words, "--seeds", self.given, *where, *trust])
+
+
+def with_seed(words: list[str], seed: int) -> list[str]:
+    """Return the words of a command, or settings as it has them, with a seed."""
+    return [*(word for word in words if not word.startswith(RUN_SEED)), f"{RUN_SEED}{seed}"]
 
 
 def prepare_seeds(
-    words: list[str],
-    config: Config,
-    *,
-    seeds: str,
-    name: str | None,
-    output_dir: str,
-    overwrite: bool,
-    options: Options,
+    config: Config, *, seeds: int | list[int], name: str | None, output_dir: str, overwrite: bool
 ) -> SeedRuns:
-    """Find what is to train, and make the folder of the runs. config: of the words. Raises ValueError for seeds, names
-    and folders that cannot be, and for runs that were made with other settings.
+    """Find what is to train, and make the folder of the runs. seeds: so many from run.seed on, or these. Raises
+    ValueError for seeds, names and folders that cannot be, and for runs that were made with other settings.
     """
     if launched().world_size > 1:
         raise ValueError("--seeds works in one process: leave the launcher out")
-    chosen = seeds_of(seeds, config)
+    chosen = chosen_seeds(seeds, config)
     if name is None:
         check_new_run(output_dir, name=None, overwrite=False)
         name = next_name(Path(output_dir), run_stem(config))
     check_name(name, root=Path(output_dir))
     folder = Path(output_dir) / name
     _check_folder(folder)
-    plain = [word for word in words if not word.startswith(RUN_SEED)]
-    runs = SeedRuns(plain, chosen, given=seeds, folder=folder, options=options, overwrite=overwrite)
+    runs = SeedRuns(chosen, folder, overwrite=overwrite)
     finished = list[int]()
     begun = list[int]()
     for seed in chosen if not overwrite else ():
@@ -108,31 +118,45 @@ def prepare_seeds(
     return replace(runs, finished=finished, begun=begun)
 
 
-def seeds_of(text: str, config: Config) -> list[int]:
-    """Return the seeds that --seeds names: so many from run.seed on, or those between commas."""
+def typed_seeds(text: str) -> int | list[int]:
+    """Return what --seeds says: how many, or those between commas."""
     parts = text.split(",")
     if not all(re.fullmatch(r"[0-9]{1,17}", part.strip()) for part in parts):
         raise ValueError(f"--seeds {text}: a number of seeds, such as 3, or the seeds themselves: 3,7,11")
     numbers = [int(part) for part in parts]
-    if len(numbers) == 1:
-        numbers = [*range(config.run.seed, config.run.seed + min(numbers[0], MOST_SEEDS + 1))]
-    elif "run.seed" in config.given.typed:
-        raise ValueError(f"--seeds {text} names the seeds, and run.seed={config.run.seed} another one: leave one out")
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def chosen_seeds(seeds: int | list[int], config: Config) -> list[int]:
+    """Return the seeds: so many from run.seed on, or those that are named. Raises ValueError for too few, too many, and
+    for one that is named twice.
+    """
+    if isinstance(seeds, int):
+        numbers = [*range(config.run.seed, config.run.seed + min(seeds, MOST_SEEDS + 1))]
+        given = f"--seeds {seeds}"
+    else:
+        numbers = seeds
+        given = f"--seeds {join_truncated(map(str, seeds))}"
+        if "run.seed" in config.given.typed:
+            raise ValueError(f"{given} names the seeds, and run.seed={config.run.seed} another one: leave one out")
     if not 2 <= len(numbers) <= MOST_SEEDS:
-        raise ValueError(f"--seeds {text}: 2 to {MOST_SEEDS} seeds; a single one is run.seed=N")
+        raise ValueError(f"{given}: 2 to {MOST_SEEDS} seeds; a single one is run.seed=N")
     if len({*numbers}) < len(numbers):
-        raise ValueError(f"--seeds {text} names a seed twice")
+        raise ValueError(f"{given} names a seed twice")
     return numbers
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ValueError where a folder holds something other than runs by seed and their report."""
+    """Raise ValueError where a folder holds something other than runs, as of seeds and forks of them, and a report."""
     if not folder.exists():
         return
-    others = {file.name for file in folder.iterdir()} - {*REPORT, LOCK} if folder.is_dir() else {folder.name}
+    files = [*folder.iterdir()] if folder.is_dir() else [folder]
+    others = {file.name for file in files if not is_run(file)} - {*REPORT, LOCK}
     others = {name for name in others if re.fullmatch(r"seed-[0-9]+|\..*", name) is None}
-    if others:
-        raise ValueError(f"--name {folder.name}: {folder} exists and holds {min(others)}: choose another --name")
+    if others or is_run(folder):
+        raise ValueError(
+            f"--name {folder.name}: {folder} exists and holds {min(others, default='a run')}: choose another --name"
+        )
 
 
 def _state_of(folder: Path, config: Config, *, seed: int) -> bool | None:
@@ -157,9 +181,11 @@ def _state_of(folder: Path, config: Config, *, seed: int) -> bool | None:
 # ---- one after another ----
 
 
-def train_seeds(runs: SeedRuns) -> int:
-    """Train the seeds that are not finished, one after another; write the report, print the table. Returns the exit
-    code: of a stop, or else of the first seed that failed. What is refused before any seed has run would be so for all.
+def train_seeds(runs: SeedRuns, train: Callable[[int], int], *, again: str) -> int:
+    """Train the seeds that are not finished, one after another; write the report, print the table. train: trains a
+    seed, or goes on with it, and returns its exit code; again: how to go on with those that are not finished. Returns
+    the exit code: of a stop, or else of the first seed that failed. What is refused before any seed has run would be so
+    for all.
     """
     failed: dict[int, int] = {}
     any_ran = bool(runs.finished)
@@ -169,9 +195,9 @@ def train_seeds(runs: SeedRuns) -> int:
             print(f"{where} is finished", file=sys.stderr, flush=True)
             continue
         print(where, file=sys.stderr, flush=True)
-        code = _run_process([sys.executable, "-m", "tinyrl", *runs.command(seed)])
+        code = train(seed)
         if code in STOPPED:
-            print(f"stopped; go on with:\n  {runs.again}", flush=True)
+            print(f"stopped; go on with:\n  {again}", flush=True)
             return code
         if code == REFUSED and not any_ran:
             with suppress(OSError):  # runs are there
@@ -186,7 +212,7 @@ def train_seeds(runs: SeedRuns) -> int:
     if not failed:
         return 0
     named = and_list([f"{seed} (exit code {code})" for seed, code in failed.items()])
-    print(f"failed: seed {named}. When that is mended, go on with:\n  {runs.again}", flush=True)
+    print(f"failed: seed {named}. When that is mended, go on with:\n  {again}", flush=True)
     first = next(iter(failed.values()))
     return 128 - first if first < 0 else first  # a signal's number, as shells have it
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import typer
 
@@ -12,7 +13,8 @@ from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.recipe import dump_config, load_config, method_of, packaged_recipes
 from tinyrl.config.settings import describe_settings
 from tinyrl.runs import show as shown
-from tinyrl.runs.run_dir import open_run
+from tinyrl.runs.places import RunAt, reported_at, runs_at
+from tinyrl.runs.records import run_name, seed_runs
 from tinyrl.text import hang, terminal_columns
 
 OF_SAMPLES = ("--samples", "--step", "--kind", "--worst", "--unsolved", "--prompt")
@@ -26,7 +28,9 @@ OF_SHOW: tuple[Rule, ...] = (
 
 
 def report(
-    runs: list[str] = typer.Argument(metavar="RUN...", help="a run, or several to compare in one set of charts"),
+    runs: list[str] = typer.Argument(
+        metavar="RUN...", help="a run, several to compare in one set of charts, or the folder of a command with --seeds"
+    ),
     output: str | None = typer.Option(
         None, metavar="FOLDER", help="with several runs: where to write the report; default: beside the first run"
     ),
@@ -34,15 +38,27 @@ def report(
     """Write report.html and report.png of a run, finished or going on, or of several runs together."""
     from tinyrl.tools.report import write_overlay, write_report  # with jinja2
 
-    folders = [Path(run) for run in runs]
-    if output is not None and len(folders) == 1:
+    of_seeds = bool(seed_runs(Path(runs[0])))
+    is_one_run = len(runs) == 1 and not of_seeds
+    if is_one_run and output is not None:
         raise ValueError("--output is for a report of several runs; that of one run is in its folder")
-    parent = Path(output) if output is not None else folders[0].resolve().parent
-    print(*(write_report(folders[0]) if len(folders) == 1 else write_overlay(folders, parent)), sep="\n")
+    notes = list[str]()
+    folders = [folder for run in runs for folder in reported_at(run, notes)]
+    if is_one_run:
+        print(*write_report(folders[0]), sep="\n")
+        return
+    first = Path(runs[0]) if of_seeds else folders[0]
+    beside = first if len(runs) == 1 else first.resolve().parent
+    print(*write_overlay(folders, beside if output is None else Path(output)), sep="\n")
+    for note in notes:
+        print(f"tinyrl: {note}", file=sys.stderr)
 
 
 def show(
-    run: str = typer.Argument(metavar="RUN", help="folder of the run"),
+    run: str = typer.Argument(
+        metavar="RUN|CHECKPOINT",
+        help="a run, a checkpoint (also RUN@best, RUN@STEP) to show that step, or the folder of a command with --seeds",
+    ),
     samples: bool = typer.Option(
         False, "--samples", help="show samples of the last step; the options below select others"
     ),
@@ -69,30 +85,58 @@ def show(
     json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
+    asks_samples = samples or worst or unsolved or any(given is not None for given in (prompt, step, kind))
+    asks_prompts = prompts or export_hard is not None
+    found = runs_at(run)
+    if export_hard is not None and len(found) > 1:
+        raise ValueError(f"--export-hard writes the rows of one run, and {run} holds {len(found)}: name one of them")
+    if json_output:
+        each = {run_name(at.run.path): shown.checkpoint_lines(at.run, [], step=at.step) for at in found}
+        typer.echo(json.dumps(each if len(found) > 1 else next(iter(each.values()))))
+        return
+    which: dict[str, Any] = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt, "worst": worst}
+    for number, at in enumerate(found):
+        notes = list[str]()
+        if asks_samples:
+            text = _samples(at, notes, unsolved=unsolved, **which)
+        elif asks_prompts:
+            text = _prompts(at, notes, num=num or 10, export_hard=export_hard)
+        else:
+            images = shown.image_lines(at.run.read_environment())
+            text = "\n".join([shown.render_checkpoints(at.run, notes, step=at.step), *images])
+        head = f"{at.run.path}\n" if len(found) > 1 else ""
+        if number > 0:
+            typer.echo("")
+        typer.echo(head + text)
+        for note in notes:
+            print(f"tinyrl: {note}", file=sys.stderr)
+
+
+def _samples(at: RunAt, notes: list[str], *, step: int | None, unsolved: bool, **which: Any) -> str:
+    """Return samples of a run as text: of `step`, or else of that of the checkpoint that was named."""
+    if None not in (step, at.step) and step != at.step:
+        raise ValueError(f"--step {step}: the checkpoint that is named is of step {at.step}; leave one of them out")
+    limit = at.run.read_config().task.solved_reward if unsolved else None
+    step = at.step if step is None else step
+    rows = shown.select_samples(at.run.samples, notes, step=step, unsolved=limit, **which)
+    return shown.render_samples(rows) or "every prompt of that step has a sample that is right"
+
+
+def _prompts(at: RunAt, notes: list[str], *, num: int, export_hard: str | None) -> str:
+    """Return training prompts of a run by outcome, up to the checkpoint that was named; write the hard ones to a file
+    if one is given.
+    """
     from tinyrl.tasks.run_rows import export_rows, row_texts  # with the tasks: not for --help
     from tinyrl.workers.foreign_code import tell_code
 
-    opened = open_run(run)
-    notes = list[str]()
-    if samples or worst or unsolved or prompt is not None or step is not None or kind is not None:
-        limit = opened.read_config().task.solved_reward if unsolved else None
-        which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
-        rows = shown.select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
-        text = shown.render_samples(rows) or "every prompt of that step has a sample that is right"
-    elif prompts or export_hard is not None:
-        tell_code(opened.path, opened.read_config(), sections=("task",))
-        stats = shown.read_prompt_stats(opened.prompts, notes)
-        hard = {record.index: record.key for record in stats if record.outcome in shown.HARD}
-        text = shown.render_prompt_stats(stats, row_texts(opened, hard, notes), num=num or 10)
-        if export_hard is not None:
-            text += f"\n\n{export_rows(opened.read_config(), {*hard.values()}, Path(export_hard))}"
-    else:
-        text = shown.show_checkpoints(opened, notes, as_json=json_output)
-        if not json_output:
-            text = "\n".join([text, *shown.image_lines(opened.read_environment())])
-    typer.echo(text)
-    for note in notes:
-        print(f"tinyrl: {note}", file=sys.stderr)
+    config = at.run.read_config()
+    tell_code(at.run.path, config, sections=("task",))
+    stats = shown.read_prompt_stats(at.run.prompts, notes, until=at.step)
+    hard = {record.index: record.key for record in stats if record.outcome in shown.HARD}
+    text = shown.render_prompt_stats(stats, row_texts(at.run, hard, notes), num=num)
+    if export_hard is None:
+        return text
+    return f"{text}\n\n{export_rows(config, {*hard.values()}, Path(export_hard))}"
 
 
 def list_names(

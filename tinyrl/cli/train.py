@@ -17,8 +17,9 @@ from tinyrl.config.recipe import load_config, method_of
 from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.best import ended_early
+from tinyrl.runs.places import run_to_resume
 from tinyrl.runs.records import read_steps
-from tinyrl.runs.run_dir import RunDir, check_new_run, open_run
+from tinyrl.runs.run_dir import RunDir, check_new_run
 from tinyrl.runs.show import go_on_without_patience
 
 if TYPE_CHECKING:
@@ -58,15 +59,16 @@ def train(
     """Train a model. Without a recipe: the embedded default, on a CPU, in about a minute."""
     words = words or []
     if seeds is not None:
-        from tinyrl.cli.seeds import prepare_seeds, train_seeds  # with subprocesses
+        from tinyrl.cli.seeds import SeedCommands, prepare_seeds, train_seeds, typed_seeds  # with subprocesses
 
         where: dict[str, Any] = {"name": name, "output_dir": output_dir or "runs", "overwrite": overwrite}
-        runs = prepare_seeds(words, typed_config(words), seeds=seeds, options=options, **where)
-        return partial(train_seeds, runs)
+        runs = prepare_seeds(typed_config(words), seeds=typed_seeds(seeds), **where)
+        commands = SeedCommands(runs, words, given=seeds, options=options)
+        return partial(train_seeds, runs, commands.train, again=commands.again)
     main = launched().rank == 0
     how: dict[str, Any] = {"options": options, "name": name, "command": ["tinyrl", *sys.argv[1:]], "until": until}
     if resume is not None:
-        opened = open_run(resume, writes=main)
+        opened = run_to_resume(resume, writes=main)
         run = resumed(opened, words, options=options, allow_config_change=allow_config_change, until=until)
         if run is None:
             if main:

@@ -119,6 +119,11 @@ class Config(sections.Section):
         return self.method == "distill" or (self.uses("teacher") and self.teacher.kl_coef > 0)
 
     @property
+    def credits_turns(self) -> bool:
+        """Return whether each turn of an episode has an advantage of its own, which its tokens share."""
+        return self.method == "grpo" and self.grpo.credit == "turn"
+
+    @property
     def samples(self) -> bool:
         return self.trains.samples
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tinyrl.evaluation.statistics import grouped, interval, share_interval, verdict_metrics
+from tinyrl.evaluation.statistics import grouped, interval, prompts_for_a_gain, share_interval, verdict_metrics
 from tinyrl.generation.sample import (
     STOPPED_IN_THOUGHT,
     Sample,
@@ -43,6 +43,7 @@ class Evaluation:
     rewards: list[list[float]] = field(default_factory=list)  # of the samples of each prompt
     samples: list[dict[str, Any]] = field(default_factory=list)  # lines for samples.jsonl
     why_dropped: str = ""  # the first reason for which a sample has no reward
+    prompts_for_a_gain: int | None = None  # where fewer than these were sampled, which can show none
 
     def flat(self) -> dict[str, Any]:
         """Return the metrics as metrics.jsonl names them."""
@@ -85,10 +86,20 @@ def evaluate(
     collector.scorer.forget()
     return replace(
         sampled,
+        prompts_for_a_gain=_prompts_for_a_gain(collector, sampled.rewards, greedy.rewards),
         greedy={name: value for name, value in greedy.metrics.items() if name not in shared},
         samples=sampled.samples + greedy.samples,
         why_dropped=sampled.why_dropped or greedy.why_dropped,
     )
+
+
+def _prompts_for_a_gain(collector: Collector, *rewards: list[list[float]]) -> int | None:
+    """Return `prompts_for_a_gain` of the rewards of sampled and greedy completions by prompt; None of shares."""
+    if collector.scorer.right_or_wrong:
+        return None
+    every = [reward for by_prompt in rewards for group in by_prompt for reward in group]
+    sampled = numbers([mean(group) for group in rewards[0]])
+    return prompts_for_a_gain(every, prompts=len(sampled), best=collector.config.task.solved_reward)
 
 
 def _evaluate(
@@ -123,6 +134,7 @@ def _evaluate(
         prompts={p.index: p for p in prompts},
         group_size=samples,
         names=scorer.names,
+        by_turn=collector.config.credits_turns,
     )
     reasons = [answer.failures[0] for answer in answers if answer.failures and not answer.rewarded]
     return Evaluation(metrics, rewards=by_prompt, samples=lines, why_dropped=next(iter(reasons), ""))

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any, TypeVar
 
@@ -82,6 +83,30 @@ def t_interval(values: Sequence[float]) -> list[float]:
         return [math.nan, math.nan]
     half = float(stdtrit(len(values) - 1, 1 - TAIL) * np.std(values, ddof=1)) / math.sqrt(len(values))
     return [mean(values) - half, mean(values) + half]
+
+
+def prompts_for_a_gain(rewards: Sequence[float], *, prompts: int, best: float) -> int | None:
+    """Return how many prompts it takes for an evaluation to be above the interval of an earlier one (run.patience), of
+    rewards like these, where so many `prompts` never are; None where they can be, and where these rewards do not tell.
+
+    Of rewards that take few values, no two nearer than d, from l to the highest seen or `best`: if not all are equal,
+    the t interval ends lowest where one is l + d and the others l, at l + d (1 + t) / n, with Student's t of n - 1
+    degrees of freedom. Where even that reaches the highest reward, no later mean is above it. Rewards most of which
+    differ may lie nearer to each other. `share_interval` never reaches 1 while a share is below.
+    """
+    valid = numbers(rewards)
+    values = sorted({*valid})
+    if prompts < 2 or len(values) < 2 or 2 * len(values) > len(valid):
+        return None
+    nearest = min(b - a for a, b in pairwise(values))
+    reach = (max(best, values[-1]) - values[0]) / nearest
+
+    def can_gain(count: int) -> bool:
+        return count >= MANY or (1 + float(stdtrit(count - 1, 1 - TAIL))) / count < reach
+
+    if can_gain(prompts):
+        return None
+    return next(count for count in range(prompts, MANY + 1) if can_gain(count))
 
 
 # ---- verdicts on the samples of each prompt ----

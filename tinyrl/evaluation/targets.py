@@ -21,8 +21,8 @@ from tinyrl.config.sections import starter_path
 from tinyrl.data.rows import prompt_keys
 from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.rollout.preflight import check_model_path
-from tinyrl.runs.places import checkpoint_of, run_of
-from tinyrl.runs.records import nearest_run
+from tinyrl.runs.places import checkpoint_of, named_run, run_of
+from tinyrl.runs.records import holds_runs, nearest_run, not_a_run, run_name
 from tinyrl.runs.resolve import config_of, model_facts, resolve
 from tinyrl.runs.run_dir import open_run
 from tinyrl.tasks import load_task, task_of
@@ -80,7 +80,7 @@ class Target:
     def name(self) -> str:
         if self.run is None or self.checkpoint is None:
             return self.path
-        return f"{self.run.resolve().name}/{self.checkpoint.name}"
+        return f"{run_name(self.run)}/{self.checkpoint.name}"
 
     @property
     def config(self) -> Config:
@@ -107,12 +107,12 @@ def find(path: str, asked: Asked) -> Target:
     if asked.task is not None:
         load_task(asked.task)
     _check_settings(asked.settings, ("reward", "generation", "task"))
-    run = run_of(path)
+    run = named_run(path)
     judged = asked.task is not None or asked.other_reward
     if run is None:
         if asked.task is None and asked.data is None:
-            hint = "To evaluate a model, say what on: --task NAME (see `tinyrl list tasks`) or --data FILE"
-            raise ValueError(f"{path} is not a run.{nearest_run(path)} {hint}")
+            hint = " To evaluate a model, say what on: --task NAME (see `tinyrl list tasks`) or --data FILE"
+            raise ValueError(not_a_run(path) + ("" if holds_runs(path) else hint))
         check_model_path("model", path)
         return Target(path, None, _as_asked(_of_model(path, task=asked.task or "rows"), asked))
     config = open_run(run).read_config()
@@ -137,11 +137,12 @@ def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) 
     settings.
     """
     _check_settings(settings, takes)
-    run = run_of(path)
+    run = named_run(path)
     if run is None:
         meant = nearest_run(path)
         if meant and starter_path(path) is None and not Path(path).expanduser().exists():  # else it may be a hub name
             raise ValueError(f"{path} is neither a run nor a model.{meant}")
+        check_model_path("model", path)
         config = _of_model(path)
     else:
         if any(setting.partition("=")[0] == TOWER for setting in settings):
@@ -175,7 +176,7 @@ def find_side(path: str) -> Side:
     if own is not None:
         _check_side(own)
         return own
-    run = run_of(path)
+    run = named_run(path)
     if run is None:
         check_model_path("model", path)
         return Target(path, None, resolve(_of_model(path)))
@@ -207,7 +208,7 @@ def locate(target: Target) -> Target:
 
 def trained_on(path: str) -> frozenset[str]:
     """Return the keys of the prompts that a run (or a checkpoint's) was trained on; none for a model."""
-    run = run_of(path)
+    run = named_run(path)
     if run is None:
         return frozenset()
     config = open_run(run).read_config()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tinyrl.config.sections import EMBEDDED, starter_path
 from tinyrl.process.errors import Stop, no_memory
+from tinyrl.runs.records import holds_runs, not_a_run
 from tinyrl.text import ERROR_CHARACTERS, did_you_mean, first_line, truncate
 
 TOKENIZER_FILES = (
@@ -42,6 +43,9 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     where = f"{key}={truncate(path, 300)}"
     if os.path.isfile(folder):
         raise ValueError(f"{where} is a file; name the folder that holds config.json and *.safetensors")
+    has_config = os.path.isfile(folder / "config.json")
+    if not has_config and holds_runs(os.path.expanduser(path)):
+        raise ValueError(f"{where}: {not_a_run(path)}")
     if not os.path.isdir(folder):
         local = folder.parent != Path() and folder.parent.is_dir()  # runs/NAME beside other runs
         if local or path.startswith((".", "/", "~")) or path.count("/") != 1:
@@ -49,7 +53,7 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
             raise ValueError(f"{where}: there is no such folder, and a hub name is owner/name.{meant}")
         return path
     names = sorted(file.name for file in folder.glob("*"))
-    if "config.json" not in names and not (adapters and ADAPTER_FILES[0] in names):
+    if not has_config and not (adapters and ADAPTER_FILES[0] in names):
         there = f"it has: {', '.join(names[:8]) or 'nothing'}"
         if ADAPTER_FILES[0] in names:
             there = "it is an adapter: name it as model.adapter, its base as model.path"

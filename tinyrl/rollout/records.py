@@ -69,10 +69,12 @@ def sample_lines(
     group_size: int,
     names: list[str],
     advantages: Tensor | None = None,
+    by_turn: bool = False,
     of_tokens: Tensor | None = None,
 ) -> list[dict[str, Any]]:
-    """Make lines of samples.jsonl, without their step, of the samples whose texts are given; advantages (B,), of_tokens
-    (B, T): those of tokens, where all tokens of a turn have one.
+    """Make lines of samples.jsonl, without their step, of the samples whose texts are given; advantages (B,). by_turn:
+    with reward and advantage of each turn (grpo.credit=turn); of_tokens (B, T): the advantages of tokens, of which a
+    turn's all have the same.
     """
     return [
         {
@@ -84,7 +86,7 @@ def sample_lines(
             "reward": sample.reward,
             **({"score": sample.score} if is_penalised(sample) else {}),
             "advantage": None if advantages is None else float(advantages[row]),
-            **({} if of_tokens is None or sample.played is None else _turn_fields(sample.played, of_tokens[row])),
+            **(_turn_fields(sample.played, of_tokens, row) if by_turn and sample.played is not None else {}),
             "finish_reason": sample.finish,
         }
         for row, (sample, text) in enumerate(zip(samples, texts, strict=False))
@@ -101,11 +103,13 @@ def _episode_fields(episode: Episode) -> dict[str, Any]:
     return {"episode": episode.transcript, "conversations": conversation_lines(episode.dialogues)}
 
 
-def _turn_fields(episode: Episode, advantages: Tensor) -> dict[str, Any]:
-    """Return each turn's reward from the environment and its advantage; advantages (T,) of the tokens."""
-    of_turns = advantages[episode.turn_ends].tolist()
-    pairs = zip(episode.turn_rewards, of_turns, strict=True)
-    return {"turns": [{"reward": reward, "advantage": advantage} for reward, advantage in pairs]}
+def _turn_fields(episode: Episode, of_tokens: Tensor | None, row: int) -> dict[str, Any]:
+    """Return each turn's reward from the environment, and its advantage if there are some; of_tokens (B, T)."""
+    turns = list[dict[str, Any]]()
+    for end, reward in zip(episode.turn_ends, episode.turn_rewards, strict=True):
+        advantage = None if of_tokens is None else float(of_tokens[row, end])
+        turns.append({"reward": reward, "advantage": advantage})
+    return {"turns": turns}
 
 
 def conversation_lines(dialogues: Sequence[Dialogue]) -> list[dict[str, Any]]:

@@ -43,7 +43,9 @@ def write_checkpoint(root: Path, step: int, *, write: Callable[[Path], None]) ->
     """
     from safetensors import SafetensorError  # only writing needs it, and `tinyrl eval` reads before anything heavy
 
-    final, aside, temporary = (root / f"{prefix}{checkpoint_name(step)}" for prefix in ("", ASIDE, WRITING))
+    final = root / checkpoint_name(step)
+    aside = root / f"{ASIDE}{final.name}"
+    temporary = root / f"{WRITING}{final.name}"
     if not root.is_dir():
         root.mkdir()  # in the run's folder, which is there or lost
         _flush(root.parent)

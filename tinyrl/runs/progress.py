@@ -67,6 +67,7 @@ class Display:
             seconds = int((time.monotonic() - self._started) / (step - self._first) * (self.num_steps - step))
             left.append(f"{format_clock(seconds)} left")
         self._step = step
+        self._status = ""  # of the step that is done
         room = shutil.get_terminal_size().columns if self._live else math.inf
         while known and len(" · ".join([place, *known, *left])) > room:
             known.pop()

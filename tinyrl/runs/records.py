@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, one_line
+from tinyrl.text import Excerpt, did_you_mean, excerpt, first_line, join_truncated, one_line
 
 Points = list[tuple[int, float]]  # (step, value), by step
 T = TypeVar("T")
@@ -26,6 +28,7 @@ OTHER_CHARACTERS = 500
 MOST_MESSAGES = 16  # of an episode
 MOST_COMPLETIONS = 8  # token by token
 MOST_TOKENS = 400  # of a completion
+SEED = re.compile(r"seed-[0-9]{1,17}")  # the folder of one of several seeds
 NUMBERS = ("advantage", "old", "new", "ref", "teacher", "value", "reward")  # of a token
 
 
@@ -81,6 +84,31 @@ def reward_change_note(env: dict[str, Any]) -> str:
     return f"The reward changed after {after}: numbers before and after do not compare."
 
 
+class Origin(NamedTuple):
+    """The checkpoint that a fork began with: its run, and its step."""
+
+    run: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.run}@{self.step}"
+
+
+def origin_of(env: dict[str, Any]) -> Origin | None:
+    """Return the checkpoint that a fork began with, by its env.json; None for any other run."""
+    run, _, step = str(env.get("forked_from") or "").rpartition("@")
+    return Origin(run, int(step)) if re.fullmatch("[0-9]{1,9}", step) else None
+
+
+def since_start(steps: Sequence[int], env: dict[str, Any]) -> list[int]:
+    """Return the steps of records that are a run's own, with the one before: of a fork those after its origin, and the
+    last of the other run's, where it began.
+    """
+    origin = origin_of(env)
+    earlier = 0 if origin is None else sum(step <= origin.step for step in steps)
+    return [*steps[max(0, earlier - 1) :]]
+
+
 def json_lines(path: Path, notes: list[str], *, containing: bytes = b"") -> Iterator[dict[str, Any]]:
     """Yield the objects with a step in a record; none where there is no such file. Lines that cannot be read, but for a
     cut-off last one, are counted in `notes` at the end. containing: skip lines without it, unparsed.
@@ -126,12 +154,14 @@ def samples_of(
 class Turn(NamedTuple):
     """A message of a sample as it is shown. speaker: "policy", "environment"; with an agent also the role of a message
     that it sent, "tools" that it offered, and "agent returned". conversation: the number of an agent's, if there are
-    several.
+    several; reward, advantage: of a turn of the policy that has its own (grpo.credit=turn).
     """
 
     speaker: str
     text: str
     conversation: int = 0
+    reward: float | None = None
+    advantage: float | None = None
 
 
 def turns_of(row: dict[str, Any]) -> list[Turn]:
@@ -147,10 +177,32 @@ def turns_of(row: dict[str, Any]) -> list[Turn]:
         return [*turns, Turn("agent returned", completion)]
     if not isinstance(episode := row.get("episode"), list):
         return [Turn("policy", completion)]
-    messages = [message for message in episode if isinstance(message, dict)]
-    return [
-        Turn("policy" if m.get("role") == "assistant" else "environment", str(m.get("content", ""))) for m in messages
-    ]
+    credits = iter(_credits(row))
+    turns = list[Turn]()
+    for message in episode:
+        if not isinstance(message, dict):
+            continue
+        text = str(message.get("content", ""))
+        if message.get("role") == "assistant":
+            reward, advantage = next(credits, (None, None))
+            turns.append(Turn("policy", text, reward=reward, advantage=advantage))
+        else:
+            turns.append(Turn("environment", text))
+    return turns
+
+
+def _credits(row: dict[str, Any]) -> list[tuple[float | None, float | None]]:
+    """Return the reward and the advantage of each turn of the policy, None where it has none; [] without credit by
+    turn.
+    """
+    turns = row.get("turns")
+    records = [turn if isinstance(turn, dict) else {} for turn in turns] if isinstance(turns, list) else []
+    return [(_finite(turn.get("reward")), _finite(turn.get("advantage"))) for turn in records]
+
+
+def _finite(value: Any) -> float | None:
+    number = to_float(value)
+    return number if math.isfinite(number) else None
 
 
 def _conversation_turns(conversation: dict[str, Any], *, number: int) -> list[Turn]:
@@ -220,11 +272,12 @@ class ShownTurn(NamedTuple):
     speaker: str
     text: Excerpt
     conversation: int
+    reward: float | None
 
 
 def _shown(turn: Turn) -> ShownTurn:
     limit = POLICY_CHARACTERS if turn.speaker == "policy" else OTHER_CHARACTERS
-    return ShownTurn(turn.speaker, excerpt(turn.text, limit), turn.conversation)
+    return ShownTurn(turn.speaker, excerpt(turn.text, limit), turn.conversation, turn.reward)
 
 
 @dataclass(frozen=True)
@@ -322,7 +375,7 @@ class RunRecords:
 
     @property
     def name(self) -> str:
-        return one_line(self.path.resolve().name, 80)
+        return one_line(run_name(self.path), 80)
 
     @property
     def last_step(self) -> int:
@@ -341,10 +394,18 @@ class RunRecords:
         """Return the metric by step, finite values only."""
         return [point for point in self.points(key) if math.isfinite(point[1])]
 
+    def since_start(self, key: str) -> Points:
+        """Return the metric by step since the run's start, finite values only: of a fork since its origin."""
+        points = self.finite(key)
+        return points[len(points) - len(since_start([step for step, _ in points], self.env)) :]
+
     def interval(self, key: str, step: int) -> tuple[float, float] | None:
         """Return a metric that is [low, high], at one step."""
         pair = self.steps.get(step, {}).get(key)
-        low, high = map(to_float, pair) if isinstance(pair, list) and len(pair) == 2 else (math.nan, math.nan)
+        if not isinstance(pair, list) or len(pair) != 2:
+            return None
+        low = to_float(pair[0])
+        high = to_float(pair[1])
         return (low, high) if math.isfinite(low) and math.isfinite(high) else None
 
     def setting(self, dotted: str) -> Any:
@@ -355,11 +416,63 @@ class RunRecords:
         return value
 
 
+def is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "config.yaml")
+
+
+def run_name(folder: Path) -> str:
+    """Return how tables call a run: by the name of its folder, of one of several seeds with the folder of those."""
+    place = folder.resolve()
+    return f"{place.parent.name}/{place.name}" if SEED.fullmatch(place.name) else place.name
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the runs directly in a folder, by name."""
+    return sorted(file.parent for file in folder.glob("*/config.yaml") if not file.parent.name.startswith("."))
+
+
+def seed_runs(folder: Path) -> list[Path]:
+    """Return the runs in the folder of a command with --seeds, by their seed; [] for a run, and for other folders."""
+    if is_run(folder):
+        return []
+    seeds = {int(run.name[5:]): run for run in runs_in(folder) if SEED.fullmatch(run.name)}
+    return [seeds[seed] for seed in sorted(seeds)]
+
+
 def nearest_run(path: str | Path) -> str:
     """Return " Did you mean ...?" with a run beside `path`, or in runs/, of nearly that name; "" where none is near."""
     there = [*Path(path).parent.glob("*/config.yaml"), *Path("runs").glob("*/config.yaml")]
     others = [str(found.parent) for found in there if found.parent.resolve() != Path(path).resolve()]
     return did_you_mean(str(path), others)
+
+
+def holds_runs(path: str | Path) -> bool:
+    """Return whether a path that is not a run is a folder with runs in it, or PATH@STEP of one."""
+    return bool(runs_in(_before_at(path)))
+
+
+def _before_at(path: str | Path) -> Path:
+    """Return the path that stands before the @ of PATH@STEP, or the path itself."""
+    before, at, _ = os.fspath(path).rpartition("@")
+    return Path(before) if at and not os.path.lexists(path) else Path(path)
+
+
+def not_a_run(path: str | Path) -> str:
+    """Return a sentence on a path that is not a run, with the runs that may be meant: those in it, the one that it is
+    in, or one of nearly that name.
+    """
+    folder = _before_at(path)
+    if there := runs_in(folder):
+        seeds = seed_runs(folder)
+        what = "the runs of several seeds" if seeds else "runs"
+        names = join_truncated(run.name for run in there)
+        return f"{folder} is not a run; it holds {what}: {names}. Name one of them, such as {[*seeds, *there][0]}."
+    if not os.path.lexists(folder):
+        return f"{folder} is not a run: it does not exist.{nearest_run(folder)}"
+    for above in folder.parents:
+        if is_run(above) and (above / "env.json").is_file():
+            return f"{folder} is not a run; it is inside one: {above}."
+    return f"{folder} is not a run: it has no config.yaml.{nearest_run(folder)}"
 
 
 def read_run(run_dir: Path) -> RunRecords:
@@ -369,8 +482,9 @@ def read_run(run_dir: Path) -> RunRecords:
     metrics = run_dir / "metrics.jsonl"
     notes = list[str]()
     if not (steps := read_steps(metrics, notes)):
-        unread = f" {' '.join(notes)}" if notes else ""
-        raise ValueError(f"{run_dir} is not a run with a finished step: see {metrics}.{unread}{nearest_run(run_dir)}")
+        if not metrics.is_file() and not is_run(run_dir):
+            raise ValueError(not_a_run(run_dir))
+        raise ValueError(" ".join([f"{run_dir} has no finished step yet: see {metrics}.", *notes]))
     found: dict[str, dict[str, Any]] = {"config.yaml": {}, "env.json": {}}
     for name, parse in (("config.yaml", lambda text: parse_plain(text, "config.yaml")), ("env.json", json.loads)):
         try:

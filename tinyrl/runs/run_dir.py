@@ -24,7 +24,7 @@ from typing import Any
 from tinyrl.config.recipe import CONFIG, GIVEN, dump_config, dump_given, load_written_config
 from tinyrl.config.schema import Config
 from tinyrl.runs.folders import LOCK, FolderLock, file_stat, move_into_place, new_folder, open_file, write_atomic
-from tinyrl.runs.records import json_lines, json_object, json_safe, nearest_run
+from tinyrl.runs.records import is_run, json_lines, json_object, json_safe, not_a_run
 
 RECORDS = ("metrics", "samples", "tokens", "prompts", "failed_rewards")
 BLOCK = 1 << 16  # bytes read at a time, from the end of a record
@@ -316,7 +316,6 @@ def _take_number(made: FolderLock, stem: str) -> None:
 def open_run(path: str | Path, *, writes: bool = True) -> RunDir:
     """Return an existing run. Raises ValueError when the folder is not one."""
     folder = Path(path)
-    if not os.path.isfile(folder / "config.yaml"):
-        what = "has no config.yaml" if os.path.lexists(folder) else "does not exist"
-        raise ValueError(f"{folder} is not a run: it {what}.{nearest_run(folder)}")
+    if not is_run(folder):
+        raise ValueError(not_a_run(folder))
     return RunDir(folder, writes=writes)

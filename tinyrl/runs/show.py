@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -11,16 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tinyrl.formatting import format_bytes, format_number, format_short
-from tinyrl.runs.best import REWARD, best_first, ended_early, missed_score, score_of
-from tinyrl.runs.checkpoint import checkpoint_step, list_checkpoints, problem_with
+from tinyrl.runs.best import REWARD, Score, best_first, ended_early, missed_score, score_of
+from tinyrl.runs.checkpoint import checkpoint_name, checkpoint_step, list_checkpoints, problem_with
 from tinyrl.runs.metrics import TABLE
 from tinyrl.runs.places import AT_BEST
 from tinyrl.runs.provenance import ImageTokens
 from tinyrl.runs.records import (
+    Origin,
     json_lines,
+    origin_of,
     read_steps,
     reward_change_note,
     samples_of,
+    since_start,
     subsample,
     to_float,
     turns_of,
@@ -45,29 +47,41 @@ HARD = ("never", "forgotten")
 # ---- checkpoints and the end of a run ----
 
 
-def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) -> str:
-    """Verify every checkpoint, oldest first; return a table with the best one, and why the run ended early, if it did;
-    or JSON. Lines of metrics.jsonl that cannot be read are counted in `notes`.
+def checkpoint_lines(run: RunDir, notes: list[str], *, step: int | None = None) -> list[Line]:
+    """Verify the checkpoints of a run (step: only that one) and return a line of facts for each, oldest first. Lines of
+    metrics.jsonl that cannot be read are counted in `notes`.
     """
     steps = read_steps(run.metrics, notes)
-    found = list[dict[str, Any]]()
-    metric_name = REWARD
+    found = list[Line]()
     for folder in list_checkpoints(run.checkpoints):
-        step = checkpoint_step(folder)
+        at = checkpoint_step(folder)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        score = score_of(steps.get(step, {}), step=step)
-        metric_name = score.metric if score is not None else metric_name
+        score = score_of(steps.get(at, {}), step=at)
         metric = None if score is None else score.value
-        found.append({"name": folder.name, "step": step, "size": size, "problem": problem_with(folder)})
+        found.append({"name": folder.name, "step": at, "size": size, "problem": problem_with(folder)})
         found[-1] |= {"metric": metric, "best": False}
-    sound = {one["name"]: one for one in found if one["problem"] is None}
-    scores = [one.score for one in best_first(run) if one.folder is not None and one.folder.name in sound]
+    best = _best_sound(run, found)
     for one in found:
-        one["best"] = bool(scores) and one["step"] == scores[0].step
-    if as_json:
-        return json.dumps(found)
+        one["best"] = best is not None and one["step"] == best.step
+    return [one for one in found if step in (None, one["step"])]
+
+
+def _best_sound(run: RunDir, lines: list[Line]) -> Score | None:
+    """Return the best score among the checkpoints that verify; None where there is none."""
+    sound = {one["name"] for one in lines if one["problem"] is None}
+    scored = [one for one in best_first(run) if one.folder is not None and one.folder.name in sound]
+    return scored[0].score if scored else None
+
+
+def render_checkpoints(run: RunDir, notes: list[str], *, step: int | None = None) -> str:
+    """Return the checkpoints as a table, with the best one, and why the run ended early, if it did; step, notes: as
+    `checkpoint_lines` has them.
+    """
+    found = checkpoint_lines(run, notes, step=step)
     if not found:
         return f"{one_line(str(run.path), 4096)} has no checkpoint yet"
+    scored = best_first(run)
+    metric_name = scored[0].score.metric if scored else REWARD
     lines = [f"{'checkpoint':14} {'step':>8} {'size':>10} {metric_name.removeprefix('eval/'):>14}  verifies"]
     for one in found:
         metric = format_number(one["metric"], decimals=4)
@@ -75,9 +89,11 @@ def show_checkpoints(run: RunDir, notes: list[str], *, as_json: bool = False) ->
         if one["problem"]:
             verifies = f"no: {escape_control(one['problem'])}"
         lines.append(f"{one['name']:14} {one['step']:>8} {format_bytes(one['size']):>10} {metric:>14}  {verifies}")
-    if scores:
-        lines += ["", f"{_best_place(run)} is that of step {scores[0].step}: {scores[0]}"]
-    if early := ended_early(run, steps):
+    if step is not None:
+        return "\n".join(lines)
+    if best := _best_sound(run, found):
+        lines += ["", f"{_best_place(run)} is that of step {best.step}: {best}"]
+    if early := ended_early(run, read_steps(run.metrics, [])):
         lines.append(f"{early}\nto go on: {go_on_without_patience(run)}")
     return "\n".join(lines)
 
@@ -106,6 +122,24 @@ def go_on_without_patience(run: RunDir) -> str:
     return shlex.join(["tinyrl", "train", "--resume", str(run.path), "run.patience=null"])
 
 
+def _next_command(run: RunDir, evaluations: list[Line], origin: Origin | None) -> list[str]:
+    """Return what to type when a run has ended: compare it with its base (a fork: with the checkpoint that it began
+    with, while it has that), talk to it, or train with it as the reward.
+    """
+    config = run.read_config()
+    path = str(run.path)
+    if config.samples:
+        lacks_reward = [REWARD in line and math.isnan(to_float(line[REWARD])) for line in evaluations]
+        if lacks_reward and all(lacks_reward):  # there is nothing to compare by
+            return ["tinyrl", "show", path, "--samples"]
+        has_start = origin is not None and (run.checkpoints / checkpoint_name(origin.step)).is_dir()
+        return ["tinyrl", "eval", path, "--vs", f"{path}@{origin.step}" if origin is not None and has_start else "base"]
+    if config.trains.policy:
+        return ["tinyrl", "chat", path]
+    base = "MODEL" if config.model.random_init else config.model.path
+    return ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={path}"]
+
+
 def summary(run: RunDir) -> str:
     """Return held-out metrics before and after, the files, and the next command."""
     config = run.read_config()
@@ -113,14 +147,19 @@ def summary(run: RunDir) -> str:
     steps = read_steps(run.metrics, [])
     if early := ended_early(run, steps):
         text += [early, f"to go on: {go_on_without_patience(run)}", ""]
-    lines = [line for line in steps.values() if any(key.startswith("eval/") for key in line)]
+    environment = run.read_environment()
+    origin = origin_of(environment)
+    evaluated_at = [step for step, line in steps.items() if any(key.startswith("eval/") for key in line)]
+    lines = [steps[step] for step in since_start(evaluated_at, environment)]
     if len(lines) >= 2:
-        text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}")
+        forked = "" if origin is None else one_line(f", forked from {origin}", 4096)
+        text.append(f"step {lines[0]['step']} -> {lines[-1]['step']}{forked}")
         for metric in TABLE:
-            first, last = (to_float(line.get(metric.key)) for line in (lines[0], lines[-1]))
+            first = to_float(lines[0].get(metric.key))
+            last = to_float(lines[-1].get(metric.key))
             if metric.row and not (math.isnan(first) and math.isnan(last)):
                 text.append(f"  {metric.row:26} {format_number(first)} -> {format_number(last)}")
-        if note := reward_change_note(run.read_environment()):
+        if note := reward_change_note(environment):
             text.append(note)
     there = [
         name for name in ("report.html", "report.png", "metrics.jsonl", "samples.jsonl") if (run.path / name).exists()
@@ -133,18 +172,7 @@ def summary(run: RunDir) -> str:
         missed = missed_score(evaluated)
         note = "" if missed is None else f"; step {missed.step} had {format_number(missed.value)}, and no checkpoint"
         text.append(f"best     {_best_place(run)}  (step {kept[0].score.step}: {kept[0].score}{note})")
-    if config.samples:
-        without_reward = bool(lines) and all(REWARD in line and math.isnan(to_float(line[REWARD])) for line in lines)
-        command = ["tinyrl", "eval", str(run.path), "--vs", "base"]
-        if without_reward:  # there is nothing to compare by
-            command = ["tinyrl", "show", str(run.path), "--samples"]
-        text.append(f"next     {shlex.join(command)}")
-    elif config.trains.policy:
-        text.append(f"next     {shlex.join(['tinyrl', 'chat', str(run.path)])}")
-    else:
-        base = "MODEL" if config.model.random_init else config.model.path
-        command = ["tinyrl", "train", "ppo", f"model.path={base}", "task.data=PROMPTS", f"reward.model={run.path}"]
-        text.append(f"next     {shlex.join(command)}")
+    text.append(f"next     {shlex.join(_next_command(run, lines, origin))}")
     return "\n".join(text)
 
 
@@ -172,6 +200,8 @@ def select_samples(
     for row in samples_of(path, notes, kind=kind):
         if prompt in (None, row.get("prompt_index")):
             by_step.setdefault(row["step"], []).append(row)
+    if not path.is_file():
+        raise ValueError(f"{path}: no completion was recorded yet; runs of grpo, ppo and distill keep it")
     if not by_step or step not in (None, *by_step):
         there = f"some of step {join_truncated(map(str, sorted(by_step)))}" if by_step else "none"
         raise ValueError(f"{path}: no such samples; there are {there}")
@@ -214,25 +244,16 @@ def render_samples(rows: list[Line]) -> str:
         if images and isinstance(images, list):
             parts.append(_indented("images", "\n".join(map(_image_line, images))))
         conversation = 0
-        credits = iter(_turn_credits(row))
         for turn in turns_of(row):
             if turn.conversation not in (0, conversation):
                 conversation = turn.conversation
                 parts.append(f"conversation {conversation}")
-            credit = next(credits, []) if turn.speaker == "policy" else []
+            numbers = {"reward": turn.reward, "advantage": turn.advantage}
+            credit = [f"{name} {format_short(number)}" for name, number in numbers.items() if number is not None]
             part = _indented(turn.speaker, turn.text, credit)
             parts.append(part if turn.speaker == "policy" else f"{DIM}{part}{PLAIN}")
         blocks.append("\n".join(parts))
     return "\n\n".join(blocks)
-
-
-def _turn_credits(row: Line) -> list[list[str]]:
-    """Return reward and advantage of each turn of the policy, as they are shown; [] without credit by turn."""
-    credits = list[list[str]]()
-    for turn in row.get("turns") or ():
-        numbers = {name: to_float(turn.get(name)) for name in ("reward", "advantage")}
-        credits.append([f"{name} {format_short(number)}" for name, number in numbers.items() if math.isfinite(number)])
-    return credits
 
 
 def _indented(speaker: str, text: str, facts: Sequence[str] = ()) -> str:
@@ -276,12 +297,14 @@ class PromptRecord:
         return "sometimes" if self.tries[-1][2] else "forgotten"
 
 
-def read_prompt_stats(path: Path, notes: list[str]) -> list[PromptRecord]:
-    """Read the prompts of prompts.jsonl that had a completion with a reward, by number. Raises ValueError if there is
-    none.
+def read_prompt_stats(path: Path, notes: list[str], *, until: int | None = None) -> list[PromptRecord]:
+    """Read the prompts of prompts.jsonl that had a completion with a reward, by number; until: the last step that
+    counts. Raises ValueError if there is none.
     """
     found: dict[str, PromptRecord] = {}
     for line in json_lines(path, notes):
+        if until is not None and line["step"] > until:
+            continue
         for index, key, tried, solved in line.get("prompts", ()):
             if tried:
                 record = found.setdefault(key, PromptRecord(index, key))

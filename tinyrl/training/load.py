@@ -40,7 +40,7 @@ def make_method(collector: Collector, text: Placed) -> OnPolicy:
     match collector.config.method:
         case "grpo":
             method = Grpo(collector)
-            if method.credits_turns and not collector.scorer.environment_rewards:
+            if method.config.credits_turns and not collector.scorer.environment_rewards:
                 player = collector.config.environment.name or "the task"
                 raise Refusal(
                     ("grpo.credit", "environment.name"),

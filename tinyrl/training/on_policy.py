@@ -178,11 +178,6 @@ class OnPolicy(Method):
         return run.update == 0 and not rescored
 
     @property
-    def credits_turns(self) -> bool:
-        """Return whether each turn has an advantage of its own, which its tokens share."""
-        return self.config.method == "grpo" and self.config.grpo.credit == "turn"
-
-    @property
     def teacher_coef(self) -> float:
         """Return the weight of the distance to a teacher beside the policy loss; 0 without a teacher."""
         return 0.0 if self.teacher is None else self.config.teacher.kl_coef
@@ -445,10 +440,11 @@ class OnPolicy(Method):
         scorer = self.collector.scorer
         first = samples[: min(SHOWN_SAMPLES, num_episodes(samples))]
         texts = [completion_text(sample, scorer) for sample in first]
-        of_tokens = advantages if self.credits_turns else None
+        by_turn = self.config.credits_turns
+        of_tokens = advantages if by_turn else None
         if advantages.dim() == 2:
             advantages = masked_mean(advantages, loss_mask(samples), dim=1)
-        how |= {"names": scorer.names, "advantages": advantages, "of_tokens": of_tokens}
+        how |= {"names": scorer.names, "advantages": advantages, "by_turn": by_turn, "of_tokens": of_tokens}
         lines = sample_lines(samples, texts, kind="train", **how)
         numbered = [{"step": step + 1, **line} for line in lines]
         folder.append(folder.samples, numbered, most_bytes=room_for_samples(step + 1, settings.num_steps))

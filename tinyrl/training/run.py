@@ -325,8 +325,15 @@ class Run:
         )
         gains = self.state.gains.after(score_of(found, step=step))
         self.state.gains = gains
-        if self.config.run.patience is not None:
+        patience = self.config.run.patience
+        if patience is not None:
             self.metrics.values[WITHOUT_GAIN] = gains.without_gain
+            if gains.without_gain == 0 and evaluation.prompts_for_a_gain is not None:
+                self.display.note(
+                    f"warning: with {evaluation.num_prompts} held-out prompts no evaluation can gain on this one, so "
+                    f"run.patience={patience} ends the run: the 95 % interval reaches the highest reward. At least "
+                    f"{evaluation.prompts_for_a_gain} are needed (run.eval_prompts, rows in task.eval_data)"
+                )
         return evaluation
 
     def _publish(self, line: dict[str, Any], evaluation: Evaluation | None) -> None:

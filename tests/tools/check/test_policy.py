@@ -12,6 +12,7 @@ import pytest
 from tinyrl.config.recipe import load_config
 from tinyrl.rewards.holes import RightAnswers
 from tinyrl.tools.check import policy, sampled
+from tinyrl.tools.check.early_end import an_early_end
 from tinyrl.tools.check.loaded import Answer
 from tinyrl.tools.check.policy import Trial, rates_by_row, section, with_spread
 from tinyrl.tools.check.right_answers import PaidForm
@@ -41,6 +42,28 @@ def test_a_long_answer_that_is_right_counts_as_right() -> None:
     groups = groups_of([[0.5, 0.5], [-0.5, 0.5]], penalty=0.5)
     assert rates_by_row(planted(groups)) == {"0": 1.0, "1": 0.5}
     assert rates_by_row(planted(groups_of([[0.5, 0.5], [-0.5, 0.5]]))) == {"0": 0.0, "1": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_shares", "is_found"),
+    [
+        (["run.patience=3", "run.eval_prompts=4"], False, True),
+        (["run.patience=3", "run.eval_prompts=5"], False, False),
+        (["run.patience=3", "run.eval_prompts=4"], True, False),
+        (["run.eval_prompts=4"], False, False),
+    ],
+)
+def test_patience_that_no_held_out_reward_can_meet_is_found(
+    settings: list[str], *, of_shares: bool, is_found: bool
+) -> None:
+    collector: Any = SimpleNamespace(
+        config=load_config("grpo", "starter-grpo", overrides=settings),
+        scorer=SimpleNamespace(right_or_wrong=of_shares),
+        eval_prompts=[None] * 64,
+    )
+    ends = an_early_end(collector, [0.0, 1.0, 0.0, 1.0])
+    assert (ends is not None) is is_found
+    assert ends is None or ends.figures == {"held_out": 4, "needed": 5}
 
 
 def found(trial: Trial) -> dict[str, str]:

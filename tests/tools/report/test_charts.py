@@ -340,6 +340,19 @@ def test_seeds_have_a_table_with_their_mean_and_its_t_interval(tmp_path: Path) -
     assert seed_tables(paths[:1]) == []
 
 
+def test_seeds_of_a_command_are_called_by_their_folder_and_others_by_the_first(tmp_path: Path) -> None:
+    def named(*places: str) -> str:
+        lines = [{"step": 1, "reward/mean": 0.5}]
+        for seed, place in enumerate(places):
+            write_run(tmp_path / place, lines, config={"method": "grpo", "run": {"seed": seed}})
+        [group] = group_runs([read_run(tmp_path / place) for place in places])
+        return group.name
+
+    assert named("two/seed-0", "two/seed-1") == "two, 2 seeds"
+    assert named("a", "b", "c") == "a and 2 more seeds"
+    assert named("three/seed-0", "four/seed-0") == "three/seed-0 and 1 more seed"
+
+
 def test_seeds_of_a_setting_are_one_line_with_their_mean_and_range(tmp_path: Path) -> None:
     paths = []
     for rate, rewards in ((0.1, (0.1, 0.2, 0.3)), (0.2, (0.4,))):

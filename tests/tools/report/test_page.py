@@ -84,6 +84,16 @@ def test_a_fork_names_its_origin(tmp_path: Path) -> None:
 # ---- completions ----
 
 
+def test_the_outcome_of_a_fork_is_since_its_start(tmp_path: Path) -> None:
+    lines = [{"step": step, "eval/reward_mean": step / 10} for step in (0, 4, 6)]
+    run = write_run(tmp_path / "fork", lines)
+    assert "from 0 to 0.600 in 6 steps (" in outcome(read_run(run))
+    (run / "env.json").write_text('{"forked_from": "/runs/other@4"}')
+    (run / "checkpoints/step-000004").mkdir(parents=True)
+    assert "from 0.400 to 0.600 in 2 steps from step 4 on (" in outcome(read_run(run))
+    assert f"--vs {run}@4 " in page(run)
+
+
 def test_same_prompts_before_and_after(tmp_path: Path) -> None:
     a, b = (0, "PROMPT-A"), (1, "PROMPT-B")
     samples = [
@@ -118,7 +128,7 @@ def test_extremes_are_of_all_samples_of_the_last_step(tmp_path: Path) -> None:
         sample(9, 4, "p4", "x" * 20, None),
     ]
     held_out = read_run(write_run(tmp_path / "run", [{"step": 1}], samples=samples)).held_out
-    found = completions(held_out)["extremes"]
+    found = completions(held_out, {})["extremes"]
     assert {name: [(one.prompt_index, one.sample) for _, one in some] for name, some in found.items()} == {
         "Worst": [(1, 1), (2, 0), (0, 0)],
         "Best": [(1, 0), (3, 0), (0, 0)],
@@ -139,6 +149,15 @@ def test_an_episode_is_shown_by_role(tmp_path: Path) -> None:
     shown = re.findall(r"turn-(\d\d)", html.partition("Extremes at")[0])
     assert shown == [f"{i:02d}" for i in (*range(8), *range(32, 40))]
     assert "24 messages left out" in html
+
+
+def test_a_turn_of_an_episode_is_shown_with_its_own_reward(tmp_path: Path) -> None:
+    episode = [{"role": role, "content": role} for role in ("assistant", "tool", "assistant")]
+    turns = [{"reward": 0.25, "advantage": None}, {"reward": None, "advantage": None}]
+    samples = [sample(2, 0, "PROMPT", "not shown", 0.25, episode=episode, turns=turns)]
+    html = page(write_run(tmp_path / "run", [{"step": 2, "reward/mean": 1}], samples=samples))
+    speakers = re.findall(r'<span class="who">(.*?)</span>', html.partition("Held-out prompts")[2].partition("<h2>")[0])
+    assert speakers == ["policy · reward 0.250", "environment", "policy"]
 
 
 def conversation(*messages: tuple[str, str], **more: Any) -> dict[str, Any]:

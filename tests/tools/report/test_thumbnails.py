@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +25,27 @@ def image_of(path: Path, size: tuple[int, int] = (4, 2)) -> Image:
     return Image(sha256=hashlib.sha256(path.read_bytes()).hexdigest(), path=str(path), size=size)
 
 
-def sources(folder: Path, images: list[Any]) -> list[str]:
-    """The addresses of pictures on the page of a run whose held-out prompt has these images."""
-    samples = [sample(1, 0, "what?", "a dog", 1.0, images=images)]
-    html = page(write_run(folder, [{"step": 1, "reward/mean": 1.0}], samples=samples))
+def sources(folder: Path, images: list[Any], record: str = "samples") -> list[str]:
+    """The addresses of pictures on the page of a run whose prompt in this record has these images."""
+    line = sample(1, 0, "what?", "a dog", 1.0, images=images, tokens=[{"piece": "a dog", "chosen": True, "old": -1.0}])
+    run = write_run(folder, [{"step": 1, "reward/mean": 1.0}])
+    (run / f"{record}.jsonl").write_text(json.dumps(line) + "\n")
+    html = page(run)
+    assert "what?" in html
     return [str(attributes["src"]) for tag, attributes in PageReader(html).tags if tag == "img"]
 
 
-def test_a_prompt_s_image_is_inside_the_page(tmp_path: Path) -> None:
-    found = sources(tmp_path / "run", [image_of(image_file(tmp_path / "a.png")).entry])
+@pytest.mark.parametrize("record", ["samples", "tokens"])
+def test_a_prompt_s_image_is_inside_the_page(record: str, tmp_path: Path) -> None:
+    found = sources(tmp_path / "run", [image_of(image_file(tmp_path / "a.png")).entry], record)
     assert found
     assert all(source.startswith("data:image/jpeg;base64,") for source in found)
 
 
 @pytest.mark.parametrize("images", [[{"path": "/etc/hosts"}], "x", [3], *BROKEN])
-def test_a_broken_record_shows_no_image(images: Any, tmp_path: Path) -> None:
-    assert sources(tmp_path / "run", images) == []
+@pytest.mark.parametrize("record", ["samples", "tokens"])
+def test_a_broken_record_shows_no_image(record: str, images: Any, tmp_path: Path) -> None:
+    assert sources(tmp_path / "run", images, record) == []
 
 
 def test_another_file_than_the_recorded_one_is_not_shown(tmp_path: Path) -> None:

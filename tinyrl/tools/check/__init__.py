@@ -10,6 +10,7 @@ loaded.py          what needs the models: their numbers, answers
 sampled.py         answers to some prompts, in the time that there is
 images.py          what images take, and whether answers depend on them
 policy.py          what the answers say
+early_end.py       whether held-out prompts are too few for run.patience
 largest_step.py    the largest step
 """
 
@@ -114,7 +115,7 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import images, largest_step, loaded, policy, sampled  # with torch
+    from tinyrl.tools.check import early_end, images, largest_step, loaded, policy, sampled  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
@@ -147,7 +148,10 @@ def _with_models(
                 samples=samples,
                 minutes=minutes,
             )
-            yield policy.section(trial)
+            answers = policy.section(trial)
+            if (ends := early_end.an_early_end(method.collector, trial.rewards)) is not None:
+                answers.findings.append(ends)
+            yield answers
             looks = images.Looks(trial.looks, config.task.solved_reward, is_rewarded=config.trains.rewarded)
             if (pictures := images.image_section(method.policy, looks)) is not None:
                 yield pictures

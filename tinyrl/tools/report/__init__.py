@@ -24,9 +24,10 @@ from markupsafe import Markup
 from tinyrl import __version__
 from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs import records
+from tinyrl.runs.checkpoint import checkpoint_name
 from tinyrl.runs.folders import write_atomic
 from tinyrl.runs.metrics import meaning_of
-from tinyrl.runs.records import HeldOut, RunRecords, subsample, to_float
+from tinyrl.runs.records import HeldOut, RunRecords, origin_of, since_start, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import Excerpt, excerpt, name_unseen, one_line
 from tinyrl.tools.report import panels as figures
@@ -115,8 +116,15 @@ def run_values(run: RunRecords) -> dict[str, Any]:
     tokens = records.read_last_tokens(run.path / "tokens.jsonl", notes)
     phases = {name: sum(phase.values()) for name, phase in figures.phase_seconds(run).items()}
     values = {"run": run, "notes": notes, "tiles": figures.tiles(run), "phases": phases}
-    values |= {"config": _flat(run.config), "env": _flat(run.env)}
-    return values | completions(run.held_out) | token_view(tokens)
+    values |= {"config": _flat(run.config), "env": _flat(run.env), "start": _start_of(run)}
+    return values | completions(run.held_out, run.env) | token_view(tokens)
+
+
+def _start_of(run: RunRecords) -> str:
+    """Return how `tinyrl eval --vs` names what a run started with: of a fork its checkpoint, while it has that."""
+    origin = origin_of(run.env)
+    is_there = origin is not None and checkpoint_name(origin.step) in run.checkpoints
+    return f"{run.path}@{origin.step}" if origin is not None and is_there else "start"
 
 
 def overlay_values(groups: list[RunGroup]) -> dict[str, Any]:
@@ -145,13 +153,13 @@ def differing(configs: list[dict[str, Any]]) -> dict[str, list[str | None]]:
 # ---- completions ----
 
 
-def completions(held_out: HeldOut) -> dict[str, Any]:
-    """Return the first prompts of both the first and the last step, with what was written before and at each step to
-    choose; and the extremes of the last step, each with what was written before.
+def completions(held_out: HeldOut, env: dict[str, Any]) -> dict[str, Any]:
+    """Return the first prompts of both the first step (of a fork: its start) and the last, with what was written before
+    and at each step to choose; and the extremes of the last step, each with what was written before. env: of env.json.
     """
     if not held_out.by_step:
         return {}
-    first = min(held_out.by_step)
+    first = since_start([*held_out.by_step], env)[0]
     last = max(held_out.by_step)
     before = held_out.by_step[first]
     after = held_out.by_step[last]
@@ -224,9 +232,11 @@ def token_view(samples: list[dict[str, Any]]) -> dict[str, Any]:
         pieces = []
         for token in sample["tokens"]:
             known = {name: value for name in records.NUMBERS if math.isfinite(value := to_float(token.get(name)))}
-            about = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
+            numbers = " · ".join(f"{name} {typeset_number(value)}" for name, value in known.items())
             piece = excerpt(str(token.get("piece", "")), PIECE_CHARACTERS)
-            pieces.append((piece, classes_of(token, scales), about, known.get("reward")))
+            pieces.append((piece, classes_of(token, scales), numbers, known.get("reward")))
         prompt = excerpt(str(sample.get("prompt", "")), records.PROMPT_CHARACTERS)
-        shown.append({**sample, "prompt": prompt, "reward": to_float(sample.get("reward")), "tokens": pieces})
+        images = found if isinstance(found := sample.get("images"), list) else []
+        about = {"prompt": prompt, "images": images, "reward": to_float(sample.get("reward"))}
+        shown.append({**sample, **about, "tokens": pieces})
     return {"tokens": shown, "scales": scales, "levels": LEVELS} if any(each) else {}

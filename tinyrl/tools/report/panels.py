@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tinyrl.formatting import format_seconds, typeset_number
 from tinyrl.runs.best import early_end
 from tinyrl.runs.metrics import REWARD_STATISTICS, TABLE, Metric, metric_of
-from tinyrl.runs.records import Points, RunRecords, reward_change_note, subsample, to_float
+from tinyrl.runs.records import SEED, Points, RunRecords, origin_of, reward_change_note, subsample, to_float
 from tinyrl.runs.tracking import flat
 from tinyrl.text import one_line
 
@@ -278,12 +278,20 @@ def group_runs(runs: list[RunRecords]) -> list[RunGroup]:
         raise ValueError(f"{len(settings)} runs are too many for one report: at most {MOST_RUNS} can be told apart.")
     groups = []
     for letter, (first, *others) in zip(ascii_uppercase, settings.values(), strict=False):
-        name = first.name
-        if others:
-            seeds = "seed" if len(others) == 1 else "seeds"
-            name = f"{name} and {len(others)} more {seeds}"
-        groups.append(RunGroup(letter, str(len(groups) + 1), name, _mean_run([first, *others]), [first, *others]))
+        seeds = [first, *others]
+        groups.append(RunGroup(letter, str(len(groups) + 1), _name_of(seeds), _mean_run(seeds), seeds))
     return groups
+
+
+def _name_of(seeds: list[RunRecords]) -> str:
+    """Return how a group is called: by its first run or, of a command with --seeds, by the folder of all."""
+    first, *others = seeds
+    if not others:
+        return first.name
+    folders = {run.path.resolve().parent for run in seeds}
+    if len(folders) == 1 and all(SEED.fullmatch(run.path.resolve().name) for run in seeds):
+        return one_line(f"{folders.pop().name}, {len(seeds)} seeds", 80)
+    return f"{first.name} and {len(others)} more {'seed' if len(others) == 1 else 'seeds'}"
 
 
 def _mean_run(seeds: list[RunRecords]) -> RunRecords:
@@ -329,9 +337,10 @@ def seed_table(group: RunGroup) -> SeedTable | None:
         is_repeated = key == "eval/pass@1" and all(map(reward_is_pass, group.seeds))
         if len(values) < len(group.seeds) or is_repeated:
             continue
-        low, high = (typeset_number(end, share=metric.share) for end in t_interval(values))
+        low, high = t_interval(values)
+        interval = f"{typeset_number(low, share=metric.share)} to {typeset_number(high, share=metric.share)}"
         cells = [typeset_number(value, share=metric.share) for value in [*values, fmean(values)]]
-        rows[label] = [*cells, "equal" if all_equal(values) else f"{low} to {high}"]
+        rows[label] = [*cells, "equal" if all_equal(values) else interval]
     columns = [*(f"seed {run.setting('run.seed')}" for run in group.seeds), "mean", SEED_INTERVAL]
     return SeedTable(name=group.name, columns=columns, rows=rows)
 
@@ -384,8 +393,8 @@ def outcome(run: RunRecords) -> str:
 
 def _first_to_last_score(run: RunRecords) -> str:
     for metric in TABLE:
-        held = run.finite(metric.held)
-        points = held or run.finite(metric.key)
+        held = run.since_start(metric.held)
+        points = held or run.since_start(metric.key)
         if not metric.score or not points:
             continue
         name = f"{'Held-out' if held else 'Training'} {metric.score}"
@@ -399,7 +408,8 @@ def _first_to_last_score(run: RunRecords) -> str:
         overlap = False
         if held:
             interval = f"{metric.held.removesuffix('_mean')}_ci"
-            before, after = (run.interval(interval, step) for step in (first, last))
+            before = run.interval(interval, first)
+            after = run.interval(interval, last)
             over_seeds = f"{SEED_INTERVAL} over seeds"
             kinds = {interval: "95 % interval", f"{metric.held} t": over_seeds, f"{metric.held} range": "seeds from"}
             found = [(kind, pair) for key, kind in kinds.items() if (pair := run.interval(key, last)) is not None]
@@ -411,7 +421,8 @@ def _first_to_last_score(run: RunRecords) -> str:
             if kl := run.finite("eval/kl") or run.finite("objective/kl"):
                 paid = f", at a KL of {typeset_number(kl[-1][1])} nats per response"
         elif (window := min(5, len(points) // 2)) > 1:
-            start, end = (fmean(value for _, value in some) for some in (points[:window], points[-window:]))
+            start = fmean(value for _, value in points[:window])
+            end = fmean(value for _, value in points[-window:])
             around = f"means of the first and last {window} steps; "
         before_text = typeset_number(start)
         after_text = typeset_number(end)
@@ -419,7 +430,8 @@ def _first_to_last_score(run: RunRecords) -> str:
         change = f"{verb} from {before_text} to {after_text}"
         if before_text == after_text:
             change = f"stayed at {after_text}"
-        return f"{name} {change} in {_steps(last - first)} ({around}{metric.unit}){caution}{paid}."
+        since = "" if origin_of(run.env) is None else f" from step {first} on"
+        return f"{name} {change} in {_steps(last - first)}{since} ({around}{metric.unit}){caution}{paid}."
     return f"{_steps(run.last_step)} recorded; no reward, accuracy or loss among the metrics yet."
 
 
@@ -463,8 +475,9 @@ def key_figures(runs: list[RunRecords]) -> dict[str, tuple[str, Metric]]:
 
 def first_to_last(run: RunRecords, key: str, *, share: bool) -> tuple[str, str]:
     """Return the first and the last value of a key figure; the first is empty where both look the same."""
-    points = run.finite(key) or [(0, math.nan)]
-    first, last = (typeset_number(value, share=share) for _, value in (points[0], points[-1]))
+    points = run.since_start(key) or [(0, math.nan)]
+    first = typeset_number(points[0][1], share=share)
+    last = typeset_number(points[-1][1], share=share)
     return "" if first == last else first, last
 
 
