@@ -59,6 +59,12 @@ REWARDS = """
     def comments(prompts, completions, **columns):
         return [(1.0, "half an emoji: \\ud83d") for c in completions]
 
+    def in_tags(prompts, completions, answer, **columns):
+        return [float(f"<answer>{a}</answer>" in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def any_tags(prompts, completions, answer, **columns):
+        return [float("<answer>" in c[0]["content"]) for c in completions]
+
     def raises_on_one_prompt(prompts, completions, answer, **columns):
         return [1 / (a != "a") for a in answer]
 """
@@ -98,6 +104,12 @@ def test_a_reward_that_cannot_be_learnt_from_is_warned_of_or_refused(tmp_path: P
     for answer, others in (("a", 0), (None, 5)):
         with pytest.raises(ExplainedByCheck, match=r"the reward fails on .*nonsense.*: `raises` raised ZeroDivision"):
             warning(tmp_path, "raises", answer=answer, others=others)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_form_in_which_gold_is_paid_for_is_tried_before_a_warning(tmp_path: Path, others: int) -> None:
+    assert warning(tmp_path, "in_tags", answer="a", others=others) is None
+    assert "scores 0, no more than" in str(warning(tmp_path, "any_tags", answer="a", others=others))
 
 
 @pytest.mark.parametrize("answer", ["42", "<think>6 * 7</think>42", "6 * 7</think>42"])
