@@ -545,7 +545,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
             return self.items.pop()
 
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
-    assert (service.facts.of_host["opening"], service.facts.of_host["rewards"]) == (True, False)
+    assert (service.facts.of_host["opening"], service.facts.of_host["rewards"]) == (True, "none")
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
     assert service.calls["respond"](given, 2) == RowResults([["2", False, None, False, [], False], None])
     assert items == [[1, 2]] * 2
@@ -600,7 +600,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
         return [Reply("x" * 1_000_000, reward=2), "y", None, Odd(), 3, ValueError("no server")]
 
     found = worker_service.environment([respond])
-    assert (found.facts.of_host["rewards"], found.facts.required) == (True, ["prompts", "transcripts", "city"])
+    assert (found.facts.of_host["rewards"], found.facts.required) == ("some", ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     results = found.calls["respond"](given, 6)
     cut, short = (["x" * MAX_TEXT_CHARS, False, 2.0, False, [], False], ["y", False, None, False, [], False])
@@ -613,7 +613,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
 def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) -> None:
     found = worker_service.environment([make])
     assert [each["function"]["name"] for each in found.facts.of_host["schemas"]] == ["guess", "history"]
-    assert (found.facts.of_host["opening"], found.facts.of_host["rewards"]) == (True, True)
+    assert (found.facts.of_host["opening"], found.facts.of_host["rewards"]) == (True, "all")
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
     assert found.calls["respond"](given, 1) == RowResults([[reply.text, False, None, True, [*reply.results], False]])

@@ -10,6 +10,8 @@ import torch
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
+from tinyrl.environments import Rewards
+from tinyrl.environments.environment import Environment
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.process.errors import ExplainedByCheck, GuardStop
 from tinyrl.rewards.model_text import TextFormat
@@ -179,6 +181,26 @@ def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Pa
     assert [failure.row for failure in sheet.failures] == [0]
     torch.testing.assert_close(sheet.rewards, torch.tensor(wanted), equal_nan=True)
     torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "names"),
+    [("none", ["rows"]), ("some", ["rows", "environment"]), ("all", ["environment"])],
+)
+def test_an_environment_that_rewards_every_episode_replaces_the_verifier(rewards: Rewards, names: list[str]) -> None:
+    """Replies that may hold rewards are added to it, as nobody knows before whether they do."""
+    environment = Environment()
+    environment.rewards = rewards
+    scorer = Scorer(
+        RewardConfig(),
+        load_task("rows"),
+        tokenizer=tiny_tokenizer(),
+        policy=cast(Any, None),
+        policy_format=TextFormat(),
+        micro_batches=MicroBatches(torch.device("cpu")),
+        environment=environment,
+    )
+    assert scorer.names == names
 
 
 def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(

@@ -69,13 +69,14 @@ def show(
     json_output: bool = typer.Option(False, "--json", help="print the checkpoints as JSON"),
 ) -> None:
     """Show the checkpoints of a run: step, size, metric, whether each verifies; or its samples, or its prompts."""
+    from tinyrl.data.rows import solved_from
     from tinyrl.tasks.run_rows import export_rows, row_texts  # with the tasks: not for --help
     from tinyrl.workers.foreign_code import tell_code
 
     opened = open_run(run)
     notes = list[str]()
     if samples or worst or unsolved or prompt is not None or step is not None or kind is not None:
-        limit = opened.read_config().task.solved_reward if unsolved else None
+        limit = solved_from(opened.read_config().task.solved_reward) if unsolved else None
         which = {"kind": kind, "step": step, "num": num or 4, "prompt": prompt}
         rows = shown.select_samples(opened.samples, notes, **which, worst=worst, unsolved=limit)
         text = shown.render_samples(rows) or "every prompt of that step has a sample that is right"
