@@ -201,6 +201,10 @@ def test_an_environment_that_rewards_every_episode_replaces_the_verifier(rewards
         environment=environment,
     )
     assert scorer.names == names
+    prompt = PreparedPrompt(0, {"prompt": "a", "answer": "b"}, "a", "a", [1], "")
+    notes, warnings = scorer.check([prompt])
+    assert [note for note in notes if "added" in note] == notes[: names == ["rows", "environment"]]
+    assert not warnings  # gold is no episode, which alone an environment rewards
 
 
 def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(

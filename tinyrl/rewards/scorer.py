@@ -251,14 +251,17 @@ class Scorer:
         """
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
-            warning = self.check_gold(prompts) if self.names else None
+            reads_texts = any(source.score is not by_environment for source in self.sources)
+            warning = self.check_gold(prompts) if reads_texts else None
             notes = [judge.check(self.task, judged) for judge in self.judges().values() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
         for judge in self.judges().values():
             notes += judge.notes
-        if self.uses_verifier and self.environment_rewards == "some":
-            column = f" (column `{self.task.compares_with}`)" if self.task.compares_with else ""
+        compared = self.task.compares_with
+        is_verified = self.uses_verifier and (not compared or bool(judged))
+        if is_verified and self.environment_rewards == "some":
+            column = f" (column `{compared}`)" if compared else ""
             notes.append(f"reward: the verifier of {self.task.name}{column}, and rewards in replies are added to it")
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
