@@ -205,7 +205,7 @@ def no_rewards(trial: PlayedScripts) -> Finding | None:
         return None
     return Finding(
         name="no rewards",
-        what="The environment has no get_reward, and nothing else rewards an episode.",
+        what="The environment rewards no episode, which a class does by get_reward, and nothing else does.",
         change=f"Write get_reward, or give {HOW_TO_REWARD}.",
     )
 
