@@ -14,7 +14,7 @@ from PIL.Image import new as new_image
 
 import tinyrl
 from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Message, Reply, Transcript, trl_classes, worker_service
-from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, text_of
+from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, carry_out, joined, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
 from tinyrl.workers.calls import WorkerFunction
@@ -533,6 +533,19 @@ def test_the_reward_of_an_episode_that_was_cut_off_counts_its_last_calls(wordle:
     Wordle.made = 0
     assert wordle.final_rewards(["p"] * 5, transcripts, **columns) == cold
     assert Wordle.made == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "failed"),
+    [(Reply("b", reward=0.0), True), (Reply("b", done=True), True), (Reply("b"), False), ("b", False)],
+)
+def test_a_tool_that_rewards_or_ends_fails_since_neither_would_count(given: Any, *, failed: bool) -> None:
+    [replies] = carry_out([({"a": lambda: given}, [ToolCall("a")])])
+    reply = joined(replies)
+    assert isinstance(reply, Reply)
+    assert reply.tool_error == failed
+    assert (reply.text == "b") != failed
+    assert not reply.invalid
 
 
 def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
