@@ -132,7 +132,7 @@ def test_the_code_of_the_pages_runs(tmp_path: Path):
 
 
 def test_the_criteria_of_the_page_are_asked_about_and_weighed(tmp_path: Path) -> None:
-    [_, block] = blocks("rewards.md", "yaml")
+    block = blocks("rewards.md", "yaml")[1]
     [values] = parse_plain(block, "rewards.md")["reward"]["functions"]
     judge = Judge(lambda system, answers: json.dumps({"scores": {"right": int("is 4:" in system), "short": 5}}))
     try:
@@ -142,6 +142,20 @@ def test_the_criteria_of_the_page_are_asked_about_and_weighed(tmp_path: Path) ->
     finally:
         judge.close()
     assert call.values == [(3 * 1 + 0.5) / 4, (3 * 0 + 0.5) / 4]
+
+
+def test_the_criteria_in_the_rows_of_the_page_are_asked_about_and_weighed(tmp_path: Path) -> None:
+    block = blocks("rewards.md", "yaml")[2]
+    [values] = parse_plain(block, "rewards.md")["reward"]["functions"]
+    [row] = re.findall(r'`(\{"prompt": .*"rubrics": .*?\]\})`', PAGES["rewards.md"])
+    judge = Judge(lambda system, answers: json.dumps({"scores": {"criterion_1": 1, "criterion_2": 1}}))
+    try:
+        values |= {"url": judge.url, "cache": str(tmp_path / "cache.sqlite")}
+        reward = JudgeReward(RewardFunctionConfig.model_validate(values), timeout_s=20.0)
+        call = reward(["How much?"], ["5 mg"], {"rubrics": [json.loads(row)["rubrics"]]})
+    finally:
+        judge.close()
+    assert call.values == [(5 - 3) / 5]
 
 
 def test_a_reward_goes_on_in_verl_and_openrlhf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

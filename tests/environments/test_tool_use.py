@@ -14,7 +14,7 @@ from PIL.Image import new as new_image
 
 import tinyrl
 from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Message, Reply, Transcript, trl_classes, worker_service
-from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, text_of
+from tinyrl.environments.tool_calls import CALL_FAILED, ToolCall, calls_of, carry_out, joined, text_of
 from tinyrl.environments.trl_classes import ClassEnvironment
 from tinyrl.environments.worker_service import respond_with
 from tinyrl.workers.calls import WorkerFunction
@@ -535,6 +535,19 @@ def test_the_reward_of_an_episode_that_was_cut_off_counts_its_last_calls(wordle:
     assert Wordle.made == 2
 
 
+@pytest.mark.parametrize(
+    ("given", "failed"),
+    [(Reply("b", reward=0.0), True), (Reply("b", done=True), True), (Reply("b"), False), ("b", False)],
+)
+def test_a_tool_that_rewards_or_ends_fails_since_neither_would_count(given: Any, *, failed: bool) -> None:
+    [replies] = carry_out([({"a": lambda: given}, [ToolCall("a")])])
+    reply = joined(replies)
+    assert isinstance(reply, Reply)
+    assert reply.tool_error == failed
+    assert (reply.text == "b") != failed
+    assert not reply.invalid
+
+
 def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
     class Stack:
         def reset(self, items: list[int]) -> None:
@@ -545,7 +558,7 @@ def test_a_row_is_not_changed_by_the_class_that_was_given_it() -> None:
             return self.items.pop()
 
     service, items = worker_service.environment([Stack]), [[1, 2]] * 2
-    assert (service.facts.of_host["opening"], service.facts.of_host["rewards"]) == (True, False)
+    assert (service.facts.of_host["opening"], service.facts.of_host["rewards"]) == (True, "none")
     given = {"prompts": ["p"] * 2, "transcripts": [[turn(call("pop"))], [turn("2")]], "items": items}
     assert service.calls["respond"](given, 2) == RowResults([["2", False, None, False, [], False], None])
     assert items == [[1, 2]] * 2
@@ -600,7 +613,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
         return [Reply("x" * 1_000_000, reward=2), "y", None, Odd(), 3, ValueError("no server")]
 
     found = worker_service.environment([respond])
-    assert (found.facts.of_host["rewards"], found.facts.required) == (True, ["prompts", "transcripts", "city"])
+    assert (found.facts.of_host["rewards"], found.facts.required) == ("some", ["prompts", "transcripts", "city"])
     given = {"prompts": ["p"] * 6, "transcripts": [[]] * 6, "city": ["Riga"] * 6}
     results = found.calls["respond"](given, 6)
     cut, short = (["x" * MAX_TEXT_CHARS, False, 2.0, False, [], False], ["y", False, None, False, [], False])
@@ -613,7 +626,7 @@ def test_replies_of_a_respond_function_are_checked_and_cut() -> None:
 def test_a_class_or_a_function_that_makes_an_instance_is_a_service(make: Any) -> None:
     found = worker_service.environment([make])
     assert [each["function"]["name"] for each in found.facts.of_host["schemas"]] == ["guess", "history"]
-    assert (found.facts.of_host["opening"], found.facts.of_host["rewards"]) == (True, True)
+    assert (found.facts.of_host["opening"], found.facts.of_host["rewards"]) == (True, "all")
     given = {"prompts": ["p"], "transcripts": [until(1)], **WORD}
     reply = REPLIES[1]
     assert found.calls["respond"](given, 1) == RowResults([[reply.text, False, None, True, [*reply.results], False]])

@@ -14,7 +14,9 @@ from tests import running
 from tests.rewards.judge_server import Judge, reward
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.data.writers import write_rows
 from tinyrl.rewards.rubric import read_rubric
+from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.show import render_samples, select_samples
 from tinyrl.tasks import load_task
@@ -79,6 +81,58 @@ def test_scores_that_an_answer_brings_along_are_not_its_own(serving: Any, tmp_pa
     assert [failure.row for failure in call.failures] == [0]
 
 
+# ---- criteria of the rows ----
+
+
+def met(*names: str) -> Any:
+    """A judge for whom these words, of a criterion, are met by any answer."""
+
+    def reply(system: str, answers: list[str]) -> str:
+        found = re.findall(r"- (criterion_\d+) \(0: not met, 1: met\): (.*)", system)
+        return json.dumps({"reason": "", "scores": {name: int(text in names) for name, text in found}})
+
+    return reply
+
+
+def test_each_row_is_scored_by_its_own_criteria_over_the_sum_of_the_positive_weights(
+    serving: Any, tmp_path: Path
+) -> None:
+    rubrics = [
+        [{"criterion": "dose", "points": 3}, {"criterion": "short", "points": 1}, {"criterion": "rude", "points": -2}],
+        [{"criterion": "polite", "points": 2}, {"criterion": "dose", "points": 2}],
+        [{"criterion": "short", "points": 1}, {"criterion": "rude", "points": -4}],
+    ]
+    with_judge = reward(serving(met("dose", "rude")).url, tmp_path, criteria_column="rubrics")
+    call = with_judge(["p"] * 3, ["x"] * 3, {"rubrics": rubrics})
+    assert call.values == [(3 - 2) / 4, 2 / 4, 0.0]  # the last would be -4
+    assert call.parts == {}  # names of one row mean nothing in another
+
+
+def test_a_row_without_criteria_is_dropped_and_the_others_are_scored(serving: Any, tmp_path: Path) -> None:
+    with_judge = reward(serving(met("dose")).url, tmp_path, criteria_column="rubrics")
+    call = with_judge(["p", "p"], ["x", "x"], {"rubrics": [None, [{"text": "dose"}]]})
+    assert math.isnan(call.values[0])
+    assert call.values[1] == 1.0
+    assert [failure.row for failure in call.failures] == [0]
+
+
+def test_a_text_of_a_row_is_not_filled_in(serving: Any, tmp_path: Path) -> None:
+    judge = serving(met())
+    reward(judge.url, tmp_path, criteria_column="rubrics")(
+        ["p"], ["x"], {"rubrics": [[{"text": "has \\frac{n}{2}"}]], "n": ["7"]}
+    )
+    assert "has \\frac{n}{2}" in json.dumps(judge.asked).replace("\\\\", "\\")
+
+
+def test_rows_whose_criteria_cannot_be_read_are_refused_with_their_line(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "rubrics": [{"text": "b"}]}, {"prompt": "c", "rubrics": [{"text": "d", "points": -1}]}]
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    judge = {**ADDRESS, "criteria_column": "rubrics"}
+    config = config_of({"method": "grpo", "task": {"data": str(data)}, "reward": {"functions": [judge]}})
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*above 0"):
+        prepare(config)
+
+
 def test_criteria_need_no_rubric_besides() -> None:
     judge = RewardFunctionConfig.model_validate({**ADDRESS, "criteria": [RIGHT, {"text": "Kind."}]})
     rubric = read_rubric(judge)
@@ -97,6 +151,8 @@ def test_criteria_need_no_rubric_besides() -> None:
         ({"criteria": [{**RIGHT, "name": "a/b"}]}, "name"),
         ({"criteria": [RIGHT], "mode": "rank"}, "rank"),
         ({"criteria": []}, "rubric"),
+        ({"criteria": [RIGHT], "criteria_column": "rubrics"}, "one of them"),
+        ({"criteria_column": "rubrics", "mode": "rank"}, "rank"),
     ],
 )
 def test_criteria_that_make_no_reward_are_refused(fields: dict[str, Any], named: str) -> None:

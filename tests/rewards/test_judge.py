@@ -45,7 +45,7 @@ def by_length(system: str, answers: list[str]) -> str:
 
 
 def scores_of(judge: JudgeReward, reply: str, count: int = 1) -> list[float]:
-    return [verdict.score for verdict in judge.read_scores(reply, count)]
+    return [verdict.score for verdict in judge.read_scores(reply, judge.rubric, count)]
 
 
 def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_reply_is_read_or_refused(tmp_path: Path) -> None:
     ):
         for reply in replies:
             with pytest.raises(ValueError, match="gave"):
-                judge.read_scores(reply, count)
+                judge.read_scores(reply, judge.rubric, count)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_one_score_of_whole_objects_behind_the_thoughts_counts(
     judge = reward("http://127.0.0.1:1", tmp_path)
     if wanted is None:
         with pytest.raises(ValueError, match="gave"):
-            judge.read_scores(reply, 1)
+            judge.read_scores(reply, judge.rubric, 1)
     else:
         assert scores_of(judge, reply) == pytest.approx([wanted])
 

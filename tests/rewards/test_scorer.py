@@ -10,6 +10,8 @@ import torch
 
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.config.sections import RewardConfig
+from tinyrl.environments import Rewards
+from tinyrl.environments.environment import Environment
 from tinyrl.models.micro_batches import MicroBatches
 from tinyrl.process.errors import ExplainedByCheck, GuardStop
 from tinyrl.rewards.model_text import TextFormat
@@ -58,6 +60,12 @@ REWARDS = """
 
     def comments(prompts, completions, **columns):
         return [(1.0, "half an emoji: \\ud83d") for c in completions]
+
+    def in_tags(prompts, completions, answer, **columns):
+        return [float(f"<answer>{a}</answer>" in c[0]["content"]) for c, a in zip(completions, answer)]
+
+    def any_tags(prompts, completions, answer, **columns):
+        return [float("<answer>" in c[0]["content"]) for c in completions]
 
     def raises_on_one_prompt(prompts, completions, answer, **columns):
         return [1 / (a != "a") for a in answer]
@@ -111,6 +119,12 @@ def test_a_reward_that_fails_on_messages_is_refused_with_where_their_text_is(
     finally:
         scorer.close()
     assert ("['content']" in str(refused.value)) is is_said
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_form_in_which_gold_is_paid_for_is_tried_before_a_warning(tmp_path: Path, others: int) -> None:
+    assert warning(tmp_path, "in_tags", answer="a", others=others) is None
+    assert "scores 0, no more than" in str(warning(tmp_path, "any_tags", answer="a", others=others))
 
 
 @pytest.mark.parametrize("answer", ["42", "<think>6 * 7</think>42", "6 * 7</think>42"])
@@ -180,6 +194,30 @@ def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Pa
     assert [failure.row for failure in sheet.failures] == [0]
     torch.testing.assert_close(sheet.rewards, torch.tensor(wanted), equal_nan=True)
     torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "names"),
+    [("none", ["rows"]), ("some", ["rows", "environment"]), ("all", ["environment"])],
+)
+def test_an_environment_that_rewards_every_episode_replaces_the_verifier(rewards: Rewards, names: list[str]) -> None:
+    """Replies that may hold rewards are added to it, as nobody knows before whether they do."""
+    environment = Environment()
+    environment.rewards = rewards
+    scorer = Scorer(
+        RewardConfig(),
+        load_task("rows"),
+        tokenizer=tiny_tokenizer(),
+        policy=cast(Any, None),
+        policy_format=TextFormat(),
+        micro_batches=MicroBatches(torch.device("cpu")),
+        environment=environment,
+    )
+    assert scorer.names == names
+    prompt = PreparedPrompt(0, {"prompt": "a", "answer": "b"}, "a", "a", [1], "")
+    notes, warnings = scorer.check([prompt])
+    assert [note for note in notes if "added" in note] == notes[: names == ["rows", "environment"]]
+    assert not warnings  # gold is no episode, which alone an environment rewards
 
 
 def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(

@@ -60,6 +60,14 @@ def test_an_environment_that_gives_no_rewards_is_no_reward(environment: dict[str
         check_rewarded(config(environment=environment), load_task("rows"), WORDS)
 
 
+def test_an_environment_that_turns_out_to_give_no_rewards_is_refused() -> None:
+    given = config(environment={"name": "guess.py:Guess"})
+    with pytest.raises(ValueError, match="get_reward"):
+        check_rewarded(given, load_task("rows"), WORDS, by_environment=False)
+    check_rewarded(given, load_task("rows"), WORDS, by_environment=True)
+    check_rewarded(given, load_task("rows"), [{"prompt": "a", "answer": "b"}], by_environment=False)
+
+
 def hinted(hint: str) -> Config:
     return config("distill", teacher={"path": "self", "hint": hint})
 

@@ -366,10 +366,12 @@ def test_an_epoch_takes_the_same_minibatches_in_an_order_of_its_own() -> None:
 
 
 def varied_at_first(folder: Path) -> dict[str, object]:
-    """A reward that tells completions apart in the check before the first step and in that step, and then no more."""
+    """A reward that tells completions apart in the check before the first step (gold, which does not win, then in
+    forms) and in that step, and then no more.
+    """
     (folder / "rewards.py").write_text(
         "calls = 0\n\ndef score(prompts, completions, **columns):\n    global calls\n    calls += 1\n"
-        "    return [float(len(set(c))) if calls <= 2 else 1.0 for c in completions]\n"
+        "    return [float(len(set(c))) if calls <= 3 else 1.0 for c in completions]\n"
     )
     return {"functions": [{"use": f"{folder / 'rewards.py'}:score"}]}
 
@@ -649,6 +651,15 @@ def test_what_it_is_worth_is_the_expectation_under_the_posterior() -> None:
     samples = np.random.default_rng(0).beta([1.1, 4.1], [2.1, 0.1], size=(400_000, 2))
     expected = (samples * (1 - samples)).mean(0)
     assert rates.worth(5, record) == pytest.approx([*expected, expected.mean()], abs=1e-3)
+
+
+def test_a_weighted_sum_that_misses_a_solved_reward_by_rounding_reaches_it() -> None:
+    """0.02 + 0.53 + 0.45 is 0.99999994 in float32."""
+    sums = (torch.ones(2, 3) * torch.tensor([[0.02, 0.53, 0.45], [0.02, 0.53, 0.449]])).sum(1)
+    assert sums.max() < 1
+    rates = rates_of(PROMPTS[:1])
+    rates.update(PROMPTS[:1], sums)
+    assert [tried[1:] for tried in rates.drain(0, {})[0]] == [[rates.keys[0], 2, 1]]
 
 
 def test_what_was_seen_fades() -> None:

@@ -114,9 +114,11 @@ def show(
 
 def _samples(at: RunAt, notes: list[str], *, step: int | None, unsolved: bool, **which: Any) -> str:
     """Return samples of a run as text: of `step`, or else of that of the checkpoint that was named."""
+    from tinyrl.data.rows import solved_from  # not for --help
+
     if None not in (step, at.step) and step != at.step:
         raise ValueError(f"--step {step}: the checkpoint that is named is of step {at.step}; leave one of them out")
-    limit = at.run.read_config().task.solved_reward if unsolved else None
+    limit = solved_from(at.run.read_config().task.solved_reward) if unsolved else None
     step = at.step if step is None else step
     rows = shown.select_samples(at.run.samples, notes, step=step, unsolved=limit, **which)
     return shown.render_samples(rows) or "every prompt of that step has a sample that is right"

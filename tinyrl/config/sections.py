@@ -281,7 +281,8 @@ class TaskConfig(Section):
         description="uniform: prompts in epochs; difficulty: prompts with a pass rate near 0.5 more often",
     )
     solved_reward: Annotated[Weight, SAMPLES] = Field(
-        default=1.0, description="reward from which a prompt counts as solved, for sampler and teacher.hint"
+        default=1.0,
+        description="reward (of an episode, the sum) from which a completion is solved, for sampler and teacher.hint",
     )
     grading: Literal["task", "math"] = Field(
         default="task", description="task: the task's verifier; math: math-verify, for formulas"
@@ -316,6 +317,10 @@ class RewardFunctionConfig(Section):
     criteria: Annotated[list[CriterionConfig], Field(max_length=MOST_CRITERIA)] = Field(
         default_factory=list,
         description="judge: criteria that are scored apart, in one request; the reward is their weighted mean",
+    )
+    criteria_column: Text | None = Field(
+        default=None,
+        description="judge: column with each row's own criteria, a list of {text, weight}; a weight may be negative",
     )
     mode: Literal["score", "rank"] = Field(
         default="score", description="judge: score each answer, or rank the answers of a group"
@@ -359,8 +364,8 @@ class RewardFunctionConfig(Section):
         if unread:
             raise ValueError(f"{', '.join(unread)}: only of a judge, and use={truncate(self.use)} is a function")
         missing = [name for name in ("url", "model") if self.is_judge and getattr(self, name) is None]
-        if self.is_judge and self.rubric is None and not self.criteria:
-            missing.append("rubric or criteria")
+        if self.is_judge and self.rubric is None and not self.criteria and self.criteria_column is None:
+            missing.append("rubric, criteria or criteria_column")
         if missing:
             raise ValueError(f"use=judge needs {', '.join(missing)}")
         if self.url is not None and (not is_address(self.url) or "@" in self.url or "?" in self.url):
@@ -368,6 +373,10 @@ class RewardFunctionConfig(Section):
         scales = [self.scale, *(one.scale for one in self.criteria if one.scale is not None)]
         if any(low >= high for low, high in scales):
             raise ValueError("scale: the worst score, then the best")
+        if self.criteria and self.criteria_column is not None:
+            raise ValueError("criteria, criteria_column: one of them; the criteria of a run, or each row's own")
+        if self.mode == "rank" and (self.criteria or self.criteria_column is not None):
+            raise ValueError("criteria: only with mode: score; in a ranking the answers of a group have one order")
         if self.criteria:
             self._check_criteria()
         return self
@@ -379,8 +388,6 @@ class RewardFunctionConfig(Section):
             raise ValueError(f"criteria: two have the name {twice}, which is that of a metric")
         if not any(one.weight for one in self.criteria):
             raise ValueError("criteria: the weight of one, at least, is above 0")
-        if self.mode == "rank":
-            raise ValueError("criteria: only with mode: score; in a ranking the answers of a group have one order")
 
 
 class RewardConfig(Section):

@@ -23,6 +23,13 @@ PASS_RATE = "pass_rate"  # column of rows that were probed
 FEW = 30  # prompts; a score of fewer says little
 
 
+def solved_from(solved_reward: float) -> float:
+    """Return the least reward that counts as solved, by task.solved_reward: weighted sums of float32 miss it by
+    rounding.
+    """
+    return solved_reward - 1e-6
+
+
 def rows_needed(max_samples: int | None, *, split: bool) -> int | None:
     """Return how many rows to read for at most `max_samples` in each split (None: all). split: held-out rows are taken
     from the same rows.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     from tinyrl.config.sections import EnvironmentConfig
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 100_000  # of a reply, which is cut to a number of tokens later: this keeps megabytes from travelling
 Message = dict[str, Any]
 Transcript = list[Message]
+Rewards = Literal["none", "some", "all"]  # of episodes that have one of their environment; some: its replies decide
 
 
 class DropEpisode(Exception):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.data.messages import Prompt
-from tinyrl.environments import BuiltIn, Message, Reply, Transcript, worker_service
+from tinyrl.environments import BuiltIn, Message, Reply, Rewards, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
@@ -31,7 +31,7 @@ class Environment:
     name: str  # for messages and metrics
     max_turns: int  # of the policy in an episode
     stop: tuple[str, ...] = ()  # texts that end a turn, beside those of the run
-    rewards: bool = False  # whether episodes may have rewards of their own
+    rewards: Rewards = "none"  # which episodes have a reward of the environment
     needed_columns: Sequence[str] = ()  # columns of a row that it cannot do without
     workers: list[WorkerFunction]
 
@@ -164,7 +164,7 @@ class Replies(Environment):
         self, prompts: list[Any], transcripts: list[Transcript], columns: dict[str, list[Any]]
     ) -> RowResults:
         """Return the rewards of episodes that were cut off, of a class that has get_reward; else None for each."""
-        if not (self.has_openings and self.rewards):
+        if not (self.has_openings and self.rewards == "all"):
             return RowResults([None] * len(prompts))
         arguments = {**columns, "prompts": prompts, "transcripts": list(transcripts)}
         return self.workers[0].rows(arguments, len(prompts), call="final_rewards", is_valid=is_score)
@@ -248,6 +248,10 @@ class Episode:
         """Sum the rewards of the turns that have one; NaN if none has."""
         given = [reward for reward in self.turn_rewards if reward is not None]
         return sum(given) if given else math.nan
+
+    @property
+    def num_rewarded_turns(self) -> int:
+        return len([reward for reward in self.turn_rewards if reward is not None])
 
     def add_reward(self, reward: float | None) -> None:
         """Add a reward to the last turn's; None: there is none to add."""

@@ -149,9 +149,14 @@ def _begin(tools: Tools, call: ToolCall) -> Any:
 
 
 def _reply_of(value: Any) -> Reply:
-    """Return the reply to a call that gave this value; to one that cannot be turned into text, that it failed."""
+    """Return the reply to a call that gave this value; that it failed, where the value cannot be turned into text, or
+    is a Reply that rewards or ends what only a respond function can.
+    """
     if isinstance(value, Reply):
-        return value
+        if value.reward is None and not value.done:
+            return value
+        reason = "a tool returned a Reply with a reward or done=True, which only environment.name=FILE.py:RESPOND has"
+        return replace(_failed(reason), invalid=False, tool_error=True)
     try:
         return Reply(text_of(value))
     except Exception as error:  # noqa: BLE001 user code may raise anything, in __str__ and in tolist too

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Reply, Transcript
+from tinyrl.environments import MAX_TEXT_CHARS, DropEpisode, Reply, Rewards, Transcript
 from tinyrl.environments.tool_calls import calls_of, carry_out, joined, rows_of, text_of
 from tinyrl.environments.tool_schema import schema_of
 from tinyrl.environments.trl_classes import ClassEnvironment
@@ -42,12 +42,12 @@ class EnvironmentFacts:
 
     schemas     of its tools, as a chat template takes them; None: it has no tools
     opening     whether it writes something before the first turn
-    rewards     whether episodes may have rewards of their own
+    rewards     which episodes have a reward of the environment
     """
 
     schemas: list[dict[str, Any]] | None = None
     opening: bool = False
-    rewards: bool = False
+    rewards: Rewards = "none"
 
 
 def environment(objects: list[Any]) -> Service:
@@ -58,12 +58,13 @@ def environment(objects: list[Any]) -> Service:
     if not inspect.isclass(found):
         takes = facts_of(found)
         if takes.parameters is None or "transcripts" in takes.parameters:
-            return serve_replies(found, EnvironmentFacts(rewards=True), takes)
+            return serve_replies(found, EnvironmentFacts(rewards="some"), takes)
         if takes.required:
             name = found.__name__
             raise ValueError(f"'{name}' takes no 'transcripts', as respond(prompts, transcripts, **columns) does.")
     made = ClassEnvironment(found)
-    facts = EnvironmentFacts(schemas=schemas(made.tools()) or None, opening=True, rewards=made.has_reward)
+    rewards: Rewards = "all" if made.has_reward else "none"
+    facts = EnvironmentFacts(schemas=schemas(made.tools()) or None, opening=True, rewards=rewards)
     service = serve_replies(made.respond, facts)
 
     def opening(arguments: dict[str, list[Any]], _: int) -> RowResults:

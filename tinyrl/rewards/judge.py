@@ -34,7 +34,7 @@ from tinyrl.nan import mean
 from tinyrl.process.errors import ExplainedByCheck, GuardStop, Interrupted
 from tinyrl.rewards.budget import JUDGED_ANSWERS
 from tinyrl.rewards.question import JudgeQuestion, question_of, sha256
-from tinyrl.rewards.rubric import read_rubric
+from tinyrl.rewards.rubric import Rubric, read_rubric
 from tinyrl.rewards.verdict import MOST_SHOWN, only_verdict, order_of, score_within, scores_within
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns
@@ -162,7 +162,7 @@ class JudgeReward:
 
     @property
     def parts(self) -> list[str]:
-        """Return the names of the criteria."""
+        """Return the names of the run's criteria; a row's own have none that another row knows."""
         return [one.name for one in self.rubric.criteria]
 
     def __call__(
@@ -179,30 +179,34 @@ class JudgeReward:
         """
         ranks = self.config.mode == "rank"
         size = (group_size or len(prompts) or 1) if ranks else 1
+        call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
+        call.parts = {name: [math.nan] * len(prompts) for name in self.parts}
         questions = list[JudgeQuestion]()
         for start in range(0, len(prompts), size):
             rows = range(start, min(start + size, len(prompts)))
             row = {name: values[start] for name, values in columns.items()}
-            questions.append(
-                question_of(
-                    self.config,
-                    self.rubric,
-                    rows,
-                    prompt=prompts[start],
-                    completions=[completions[i] for i in rows],
-                    columns=row,
-                )
+            try:
+                rubric = self.rubric.of_row(row)
+            except ValueError as error:
+                call.failures += [RowFailure(i, f"`{self.name}` was not asked: {error}") for i in rows]
+                continue
+            question = question_of(
+                self.config,
+                rubric,
+                rows,
+                prompt=prompts[start],
+                completions=[completions[i] for i in rows],
+                columns=row,
             )
-        call = RowResults([math.nan] * len(prompts), comments=[""] * len(prompts))
-        call.parts = {one.name: [math.nan] * len(prompts) for one in self.rubric.criteria}
+            questions.append(question)
         for question, reply in zip(questions, self._ask(questions), strict=True):
             shown = question.order
             try:
-                for row, verdict in zip(shown, self.read_scores(reply, len(shown)), strict=True):
+                for row, verdict in zip(shown, self.read_scores(reply, question.rubric, len(shown)), strict=True):
                     call.values[row] = verdict.score
                     call.comments[row] = str(reply).strip()
-                    for name, score in verdict.parts.items():
-                        call.parts[name][row] = score
+                    for name, scores in call.parts.items():
+                        scores[row] = verdict.parts[name]
             except ValueError as error:
                 call.failures += [RowFailure(row, f"`{self.name}` {error}") for row in shown]
         return call
@@ -348,7 +352,7 @@ class JudgeReward:
         self.usage = {name: 0 for name in taken}
         return taken
 
-    def read_scores(self, reply: str | EndpointRefusal, count: int) -> list[Judged]:
+    def read_scores(self, reply: str | EndpointRefusal, rubric: Rubric, count: int) -> list[Judged]:
         """Return the scores of each of `count` answers as shown. Raises ValueError for a reply without a score, that of
         each criterion if there are several, or with different ones.
         """
@@ -357,14 +361,14 @@ class JudgeReward:
         if self.config.mode == "rank":
             order = only_verdict(reply, "order", partial(order_of, count=count), what=f"order of the {count} answers")
             return [Judged(1.0 - order.index(i) / (count - 1) if count > 1 else math.nan) for i in range(1, count + 1)]
-        if self.rubric.criteria:
-            names = ", ".join(self.rubric.scales)
-            parse = partial(scores_within, scales=self.rubric.scales)
+        if rubric.criteria:
+            names = ", ".join(rubric.scales)
+            parse = partial(scores_within, scales=rubric.scales)
             scores = only_verdict(
                 reply, "scores", parse, what=f"object `scores` with all criteria ({names}) on their scales"
             )
-            parts = {one.name: one.reward(scores[one.name]) for one in self.rubric.criteria}
-            return [Judged(self.rubric.reward(parts), parts)]
+            parts = {one.name: one.reward(scores[one.name]) for one in rubric.criteria}
+            return [Judged(rubric.reward(parts), parts)]
         low, high = self.config.scale
         within = partial(score_within, low=low, high=high)
         score = only_verdict(reply, "score", within, what=f"score from {low:g} to {high:g}")

@@ -44,10 +44,12 @@ CRITERIA = (
 
 @dataclass(frozen=True)
 class JudgeQuestion:
-    """A request to a judge. order: rows of the batch, as their answers are shown; body: of the request, in which images
-    are named by their hashes: it is what replies are cached by; images: of the task, in order.
+    """A request to a judge. rubric: what it asks for; order: rows of the batch, as their answers are shown; body: of
+    the request, in which images are named by their hashes: it is what replies are cached by; images: of the task, in
+    order.
     """
 
+    rubric: Rubric
     order: list[int]
     body: dict[str, Any]
     images: list[Image] = field(default_factory=list)
@@ -113,7 +115,7 @@ def question_of(
         "max_tokens": config.max_tokens,
         "temperature": 0,
     }
-    return JudgeQuestion([rows[place] for place in order], body, images)
+    return JudgeQuestion(rubric, [rows[place] for place in order], body, images)
 
 
 def content_of(task: str, answers: list[str], images: list[Image]) -> str | list[dict[str, Any]]:
@@ -152,7 +154,12 @@ def named(image: Image) -> str:
 
 
 def criteria_lines(rubric: Rubric, columns: dict[str, Any]) -> str:
-    """Return a line for each criterion with its scale; "" without any."""
+    """Return a line for each criterion with its scale; "" without any. A row's own, which may be of what an answer
+    should not do, are met or not, and name no columns.
+    """
+    if rubric.column is not None:
+        lines = [f"- {one.name} ({one.low:g}: not met, {one.high:g}: met): {one.text}" for one in rubric.criteria]
+        return "\n".join(lines)
     return "\n".join(
         f"- {one.name} (from {one.low:g}, worst, to {one.high:g}, best): {filled(one.text, columns)}"
         for one in rubric.criteria

@@ -2,20 +2,23 @@
 
 Criteria follow Rubrics as Rewards (Gunjal et al. 2025, arXiv:2507.17746), explicit aggregation: the reward is
 sum(w_k s_k) / sum(w_k) over the criteria k. Three deviations: one request asks about all criteria, where the paper asks
-about each alone; a score s_k is on a scale, mapped to 0 to 1, where the paper's is 0 or 1; criteria are a run's, where
-the paper's are a prompt's ({column} makes a text a row's own). tests/rewards/test_criteria.py
+about each alone; a score s_k is on a scale, mapped to 0 to 1, where the paper's is 0 or 1; criteria are a run's, unless
+criteria_column names the prompts' own. Of these, some weights may be negative: as in HealthBench (Arora et al. 2025,
+arXiv:2505.08775) the sum is divided by that of the positive ones, and clipped to 0 to 1. tests/rewards/test_criteria.py
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardFunctionConfig
+from tinyrl.data.criteria import criteria_in
+from tinyrl.data.readers import Row
 
 OF_A_SCALE = re.compile(r"\b(?:scor|rat(?:e|ing)|scale|grad(?:e|ing)|points?\b|marks?\b)", re.I)
 RANGE = re.compile(r"(?<![\w.-])(-?\d+(?:\.\d+)?)\s*(?:to|through|and|-|\u2013|\u2014)\s*(\d+(?:\.\d+)?)(?![\w-])")
@@ -41,19 +44,35 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Rubric:
-    """What a judge judges by: a text ("" where there are criteria alone), and criteria, if it scores several."""
+    """What a judge judges by: a text ("" where there are criteria alone), and criteria, if it scores several.
+
+    column: of the rows, with the criteria of each; None: they are the run's. low, high: the scale of a row's criteria.
+    """
 
     text: str
     criteria: list[Criterion]
+    column: str | None = None
+    low: float = 0.0
+    high: float = 1.0
+
+    def of_row(self, row: Row) -> Rubric:
+        """Return the rubric for a row. Raises ValueError where its column holds no criteria."""
+        if self.column is None:
+            return self
+        criteria = list[Criterion]()
+        for number, one in enumerate(criteria_in(row, self.column), start=1):
+            name = f"criterion_{number}"
+            criteria.append(Criterion(name=name, text=one.text, weight=one.weight, low=self.low, high=self.high))
+        return replace(self, criteria=criteria)
 
     @property
     def scales(self) -> dict[str, tuple[float, float]]:
         return {one.name: (one.low, one.high) for one in self.criteria}
 
     def reward(self, rewards: Mapping[str, float]) -> float:
-        """Return the weighted mean of the criteria's rewards."""
+        """Return the weighted mean of the criteria's rewards, from 0 to 1 if some weights are negative."""
         total = sum(one.weight * rewards[one.name] for one in self.criteria)
-        return total / sum(one.weight for one in self.criteria)
+        return min(1.0, max(0.0, total / sum(max(0.0, one.weight) for one in self.criteria)))
 
 
 def read_rubric(judge: RewardFunctionConfig) -> Rubric:
@@ -70,13 +89,14 @@ def read_rubric(judge: RewardFunctionConfig) -> Rubric:
     for name, one in zip(judge.criterion_names, judge.criteria, strict=True):
         low, high = judge.scale if one.scale is None else one.scale
         criteria.append(Criterion(name=name, text=one.text, weight=one.weight, low=low, high=high))
-    if judge.mode == "score" and "scale" not in judge.model_fields_set:
+    if judge.mode == "score" and judge.criteria_column is None and "scale" not in judge.model_fields_set:
         by_default = [one for one, given in zip(criteria, judge.criteria, strict=True) if given.scale is None]
         if by_default or not criteria:
             check_scale(text, f"the rubric {judge.rubric}", judge.scale)
         for one in by_default:
             check_scale(one.text, f"the criterion {one.name}", judge.scale)
-    return Rubric(text=text, criteria=criteria)
+    low, high = judge.scale if "scale" in judge.model_fields_set else (0.0, 1.0)
+    return Rubric(text=text, criteria=criteria, column=judge.criteria_column, low=low, high=high)
 
 
 def check_scale(text: str, what: str, scale: list[float]) -> None:

@@ -20,7 +20,7 @@ from tinyrl.config.sections import RewardConfig
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.messages import Prompt, as_completion
 from tinyrl.data.thoughts import ends_in_thought
-from tinyrl.environments import Transcript
+from tinyrl.environments import Rewards, Transcript
 from tinyrl.environments.environment import NONSENSE, Environment, Episode, episode_text
 from tinyrl.environments.tool_calls import encodable
 from tinyrl.models.batch import Example
@@ -32,6 +32,7 @@ from tinyrl.models.tokens import DATE, asks_for_date
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.rewards.budget import JUDGED_ROWS, TRIED_ANSWERS, TRIED_PROMPTS
 from tinyrl.rewards.functions import AS_MESSAGES, FunctionReward, verifier_of
+from tinyrl.rewards.holes import in_forms, right_value
 from tinyrl.rewards.judge import JudgeGone, JudgeReward
 from tinyrl.rewards.model_text import TextFormat, reward_tokens, within
 from tinyrl.rewards.question import plain_text
@@ -158,9 +159,10 @@ class Scorer:
         elif config.model is not None:
             self.model_format = TextFormat.of_adapter(config.model)
         self._adapter_tokenizer = tokenizer  # of the adapter's base, whoever's completions are judged
-        self.environment_rewards = environment is not None and environment.rewards
-        needs_verifier = needed and not self.environment_rewards
-        self.uses_verifier = config.is_verifier and (needs_verifier or task.has_verifier)
+        self.environment_rewards: Rewards = "none" if environment is None else environment.rewards
+        needs_verifier = needed and self.environment_rewards == "none"
+        is_replaced = self.environment_rewards == "all"  # by a class with get_reward, as by reward functions
+        self.uses_verifier = config.is_verifier and not is_replaced and (needs_verifier or task.has_verifier)
         if self.uses_verifier and not task.has_verifier:
             raise ValueError(
                 f"task {task.name} has no verifier, so a reward is needed: "
@@ -186,7 +188,7 @@ class Scorer:
             sources.append(RewardSource("model", 1.0, self._by_model, on_main=False))
         if self.uses_verifier:
             sources.append(RewardSource(self.task.name, 1.0, self._by_verifier, on_main=True))
-        if self.environment_rewards:
+        if self.environment_rewards != "none":
             sources.append(RewardSource("environment", 1.0, by_environment, on_main=False))
         names = unique_names([source.name for source in sources])
         return [replace(source, name=name) for source, name in zip(sources, names, strict=True)]
@@ -249,28 +251,30 @@ class Scorer:
         """
         judged = [prompt.row for prompt in prompts if self.task.gold(prompt.row) is not None][:JUDGED_ROWS]
         try:
-            warning = self.check_gold(prompts) if self.names else None
+            reads_texts = any(source.score is not by_environment for source in self.sources)
+            warning = self.check_gold(prompts) if reads_texts else None
             notes = [judge.check(self.task, judged) for judge in self.judges().values() if len(judged) > 1]
         except JudgeGone as gone:
             raise ValueError(str(gone)) from None
         for judge in self.judges().values():
             notes += judge.notes
+        compared = self.task.compares_with
+        is_verified = self.uses_verifier and (not compared or bool(judged))
+        if is_verified and self.environment_rewards == "some":
+            column = f" (column `{compared}`)" if compared else ""
+            notes.append(f"reward: the verifier of {self.task.name}{column}, and rewards in replies are added to it")
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:
         """Score the first prompt's reference answer, an empty completion and nonsense, as training would; return what
-        is wrong: the reference answer gets no score or does not win. Raises ExplainedByCheck where a function fails on
-        all three, and on those of the next few prompts.
+        is wrong: the reference answer gets no score or does not win, alone or in a form. Raises ExplainedByCheck where
+        a function fails on all three, and on those of the next few prompts.
         """
         rewards = list[float]()
         why = ""
         has_gold = self.task.gold(prompts[0].row) is not None
-        how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
         for prompt in prompts[:TRIED_PROMPTS]:
-            texts = (prompt.rest_of(self.task.gold(prompt.row) or ""), "", NONSENSE)
-            ended = [behind_thought(prompt, text) for text in texts]
-            answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in ended]
-            scores = self([prompt] * TRIED_ANSWERS, answers)
+            scores = self._of_texts(prompt, [self.task.gold(prompt.row) or "", "", NONSENSE])
             failed = {failure.row: failure.reason for failure in reversed(scores.failures)}
             rewards = rewards or scores.rewards.tolist()
             why = why or failed.get(min(failed, default=0), "")
@@ -281,16 +285,36 @@ class Scorer:
             calls_code = any(isinstance(function, FunctionReward) for function in self.functions)
             form = f". {AS_MESSAGES}" if calls_code and not isinstance(prompts[0].prompt, str) else ""
             raise ExplainedByCheck(f"the reward fails on {what}, so every completion would be dropped: {why}{form}")
-        self.forget()
         gold, *rivals = rewards
-        if not has_gold:
+        is_paid = not has_gold or _wins(gold, rivals) or self._pays_in_a_form(prompts, rivals)
+        self.forget()
+        if is_paid:
             return None
         if math.isnan(gold):
             return "the reference answer gets no score" + (f": {why}" if why else "")
-        if any(gold <= rival for rival in rivals):
-            empty, nonsense = (f"({rival:.3g})" for rival in rivals)
-            return f"the reference answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
-        return None
+        empty, nonsense = (f"({rival:.3g})" for rival in rivals)
+        return f"the reference answer scores {gold:.3g}, no more than an empty one {empty} or nonsense {nonsense}"
+
+    def _of_texts(self, prompt: PreparedPrompt, texts: list[str]) -> Scores:
+        """Score texts as answers to a prompt."""
+        how: Any = {"chat": self.policy_format.chat, "variables": self.policy_format.chat_template}
+        ended = [behind_thought(prompt, prompt.rest_of(text)) for text in texts]
+        answers = [answer_tokens(self.tokenizer, prompt, text, **how) for text in ended]
+        return self([prompt] * len(texts), answers)
+
+    def _pays_in_a_form(self, prompts: list[PreparedPrompt], rivals: list[float]) -> bool:
+        """Return whether the first prompt's reference answer, in a form such as <answer>, scores more than `rivals` and
+        than another prompt's (else nonsense) in the same form. A judge is not asked: it reads a bare answer as well.
+        """
+        values = (right_value(self.task, prompt.row) for prompt in prompts)
+        right = next(values)
+        wrong = next((value for value in values if value not in (None, right)), NONSENSE)
+        if right is None or self.judges():
+            return False
+        forms = [*in_forms([right, wrong]).values()]
+        scores = self._of_texts(prompts[0], [text for form in forms for text in form]).rewards.tolist()
+        pairs = zip(scores[::2], scores[1::2], strict=True)
+        return any(_wins(of_right, [*rivals, of_wrong]) for of_right, of_wrong in pairs)
 
     def __call__(
         self,
@@ -488,6 +512,11 @@ def joined_comments(results: list[RowResults]) -> list[str] | None:
     if not comments:
         return None
     return [encodable("\n".join(filter(None, of_row))) for of_row in zip(*comments, strict=True)]
+
+
+def _wins(score: float, rivals: list[float]) -> bool:
+    """Return whether there is a score, and none of `rivals` is as high."""
+    return not math.isnan(score) and not any(score <= rival for rival in rivals)
 
 
 def behind_thought(prompt: PreparedPrompt, text: str) -> str:

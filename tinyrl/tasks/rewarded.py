@@ -12,23 +12,35 @@ from tinyrl.text import did_you_mean, join_truncated
 
 CORRECT = "correct"
 WHY = "why"  # in a hint: another right response of the group; texts of reward or environment
-HOW_TO_REWARD = "Give reward.functions=[{use: FILE.py:FUNCTION}] or reward.model=PATH"
+HOW_TO_REWARD = "reward.functions=[{use: FILE.py:FUNCTION}] or reward.model=PATH"
 
 
-def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
-    """Raise ValueError where a method that needs a reward, or run.patience, has none: neither functions nor a model are
-    set, the environment is not one that may give some, and the task has no verifier or no row has what it compares
-    with.
+def check_rewarded(config: Config, task: Task, rows: list[Row], *, by_environment: bool | None = None) -> None:
+    """Raise ValueError where a method that needs a reward, or run.patience, has none. by_environment: whether the
+    environment gives rewards; None: it is not loaded yet, and may.
     """
+    if by_environment is None:
+        by_environment = may_be_rewarded_by_environment(config, task)
     is_needed = config.trains.rewarded or config.run.patience is not None
-    if not is_needed or not config.reward.is_verifier or may_be_rewarded_by_environment(config, task):
-        return
-    none = "no reward" if config.trains.rewarded else f"run.patience={config.run.patience} needs a held-out reward"
+    missing = None if by_environment or not is_needed else missing_reward(config, task, rows)
+    if missing is not None:
+        none = "no reward" if config.trains.rewarded else f"run.patience={config.run.patience} needs a held-out reward"
+        if config.environment.name and may_be_rewarded_by_environment(config, task):  # it has been loaded
+            none += f": environment.name={config.environment.name} gives none, as it has no get_reward"
+        raise ValueError(f"{none}: {missing}")
+
+
+def missing_reward(config: Config, task: Task, rows: list[Row]) -> str | None:
+    """Return why nothing but an environment can reward completions: neither functions nor a model are set, and the task
+    has no verifier or no row has what it compares with. None where something does.
+    """
+    if not config.reward.is_verifier:
+        return None
     if not task.has_verifier:
-        raise ValueError(f"{none}: task {task.name} has no verifier, and reward.functions is empty. {HOW_TO_REWARD}")
+        return f"task {task.name} has no verifier, and reward.functions is empty. Give {HOW_TO_REWARD}"
     column = task.compares_with
     if not column or any(task.gold(row) is not None for row in rows):
-        return
+        return None
     others = [name for name in rows[0] if name not in ("prompt", column)]
     there = f"columns: {join_truncated(others)}" if others else "there are no other columns"
     if any(column in row for row in rows):
@@ -36,7 +48,7 @@ def check_rewarded(config: Config, task: Task, rows: list[Row]) -> None:
     else:
         problem = f"rows have no column `{column}`"
     rename = f", or rename a column: task.columns.{column}=OLD" if others else ""
-    raise ValueError(f"{none}: {problem}, and reward.functions is empty; {there}. {HOW_TO_REWARD}{rename}")
+    return f"{problem}, and reward.functions is empty; {there}. Give {HOW_TO_REWARD}{rename}"
 
 
 def may_be_rewarded_by_environment(config: Config, task: Task) -> bool:

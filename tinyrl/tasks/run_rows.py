@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinyrl.config.conflicts import check_data_given
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
+from tinyrl.data.criteria import criteria_in
 from tinyrl.data.formats import COMPLETION, KNOWN_COLUMNS, with_prompt
 from tinyrl.data.image_rows import unshown_columns, written_place
 from tinyrl.data.images import images_of, shown_text
@@ -181,7 +183,13 @@ def row_kind(config: Config, task: Task) -> RowKind:
     """
     match config.trains.rows:
         case "prompts":
-            return Prompts(task, verified=config.reward.is_verifier, columns_are_read=code_reads_columns(config, task))
+            judges = config.reward.functions
+            return Prompts(
+                task,
+                verified=config.reward.is_verifier,
+                columns_are_read=code_reads_columns(config, task),
+                criteria_columns=[one.criteria_column for one in judges if one.criteria_column is not None],
+            )
         case "text":
             kind = Texts(learns_prompts=config.sft.loss_on == "all")
         case "pairs":
@@ -250,13 +258,16 @@ def shared_by_splits(train: list[Row], held_out: list[Row], kind: RowKind, *, sy
 
 class Prompts(RowKind):
     """Prompts of a task, to sample answers to. verified: the task's verifier is the reward, so that it must be able to
-    judge each row. columns_are_read: user code may read any column.
+    judge each row. columns_are_read: user code may read any column. criteria_columns: those that judges read.
     """
 
-    def __init__(self, task: Task, *, verified: bool, columns_are_read: bool = False) -> None:
+    def __init__(
+        self, task: Task, *, verified: bool, columns_are_read: bool = False, criteria_columns: Sequence[str] = ()
+    ) -> None:
         self.task = task
         self.verified = verified
         self.columns_are_read = columns_are_read
+        self.criteria_columns = criteria_columns
         self.has_own_rows = task.generate is not None
 
     def prompt(self, row: Row) -> Prompt:
@@ -311,6 +322,8 @@ class Prompts(RowKind):
             )
         task.prompt(row)
         task.gold(row)
+        for column in self.criteria_columns:
+            criteria_in(row, column)
         if self.verified and task.check_reference is not None:
             task.check_reference(row)
 

@@ -101,7 +101,7 @@ def replies(objects: list[Any]) -> Service:
     """
     found = _only_task(objects)
     assert found.respond is not None
-    facts = worker_service.EnvironmentFacts(rewards=not found.right_or_wrong)
+    facts = worker_service.EnvironmentFacts(rewards="none" if found.right_or_wrong else "some")
     return worker_service.serve_replies(found.respond, facts, facts_of(found.respond))
 
 

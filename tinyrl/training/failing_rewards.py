@@ -27,7 +27,7 @@ def check_failure_streak(before: int, *, rows: int, failed: int, rewarded: int, 
     if failing:
         what = f"More than {MAX_FAILED_SHARE:.0%} of the rows failed"
         raise GuardStop(f"{what}, {bad} batches in a row (last: {failed} of {rows}): {failures}")
-    why = "every score was None, so no reward applies. There is nothing to learn from"
+    why = "every score was None, so no reward applies. There is nothing to learn from; see tinyrl check"
     raise GuardStop(f"No completion got a reward, {bad} batches in a row (last: {rows} rows): {why}.")
 
 

@@ -8,6 +8,7 @@ from tinyrl.process.launched import Options
 from tinyrl.rollout.collect import Collector
 from tinyrl.rollout.load import load_collector, load_policy
 from tinyrl.rollout.prepared import PreparedRun
+from tinyrl.tasks.rewarded import check_rewarded
 from tinyrl.training.distill import Distill
 from tinyrl.training.dpo import Dpo
 from tinyrl.training.grpo import Grpo
@@ -35,13 +36,18 @@ def load_row_method(prepared: PreparedRun, *, options: Options) -> RowMethod:
 
 def make_method(collector: Collector, text: Placed) -> OnPolicy:
     """Make the method of a run that samples, on a collector. text: rows that PPO learns beside its samples. Raises
-    Refusal for credit by turn where the environment, which is known now, rewards no turn.
+    ValueError where the environment, which is known now, gives no rewards and nothing else does, and Refusal for credit
+    by turn where it gives none.
     """
-    match collector.config.method:
+    config = collector.config
+    is_rewarded = collector.scorer.environment_rewards != "none"
+    rows = [prompt.row for prompt in collector.train_prompts]
+    check_rewarded(config, collector.task, rows, by_environment=is_rewarded)
+    match config.method:
         case "grpo":
             method = Grpo(collector)
-            if method.config.credits_turns and not collector.scorer.environment_rewards:
-                player = collector.config.environment.name or "the task"
+            if method.config.credits_turns and not is_rewarded:
+                player = config.environment.name or "the task"
                 raise Refusal(
                     ("grpo.credit", "environment.name"),
                     f"grpo.credit=turn needs rewards of turns, and {player} gives none: a class does by get_reward, "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from tinyrl.data.rows import PASS_RATE, batch_indices, row_key
+from tinyrl.data.rows import PASS_RATE, batch_indices, row_key, solved_from
 
 if TYPE_CHECKING:
     from tinyrl.tasks.prompts import PreparedPrompt
@@ -50,7 +50,7 @@ class PromptSampler:
         """Add a group of rewards for each of `prompts`, one after another; NaN: none."""
         rewards = rewards.reshape(len(prompts), -1)
         tried = (~rewards.isnan()).sum(1).tolist()
-        right = (rewards >= self.solved_reward).sum(1).tolist()
+        right = (rewards >= solved_from(self.solved_reward)).sum(1).tolist()
         for prompt, n, won in zip(prompts, tried, right, strict=True):
             _, before, before_right = self.counts.get(prompt.index, ("", 0, 0))
             self.counts[prompt.index] = (row_key(prompt.row), before + n, before_right + won)

@@ -21,6 +21,7 @@ from tinyrl.algorithms.distillation import with_tail
 from tinyrl.algorithms.losses import Metrics
 from tinyrl.algorithms.masking import masked_mean
 from tinyrl.data.images import is_image_id
+from tinyrl.data.rows import solved_from
 from tinyrl.generation.sample import Sample, loss_mask, sampled_logprobs, sampled_rows
 from tinyrl.generation.server import ROUNDED, AnswerPart, Models, ServerClient, ServerError, check_tokenizer, read_as
 from tinyrl.models.batch import Batch, Example
@@ -347,7 +348,7 @@ class PrivilegedPrompt:
             scores = torch.tensor(call.values)
         else:
             scores = torch.where(scores.isnan(), 0.0, scores * scorer.weights).sum(-1)
-        least = self.solved_reward - 1e-6  # sums of float32 miss it by rounding
+        least = solved_from(self.solved_reward)
         right = [one for one, score in zip(samples, scores.tolist(), strict=True) if score >= least and one.rewarded]
         first = [
             next((one for one in right if one.row == sample.row and one is not sample), None) for sample in samples

@@ -14,9 +14,11 @@ from tinyrl.rewards.holes import RightAnswers
 from tinyrl.tools.check import policy, sampled
 from tinyrl.tools.check.early_end import an_early_end
 from tinyrl.tools.check.loaded import Answer
-from tinyrl.tools.check.policy import Trial, rates_by_row, section, with_spread
+from tinyrl.tools.check.policy import section
+from tinyrl.tools.check.rates import rates_by_row
 from tinyrl.tools.check.right_answers import PaidForm
 from tinyrl.tools.check.sampled import Pace, look, with_gold
+from tinyrl.tools.check.trial import Trial, with_spread
 
 
 def groups_of(
@@ -111,6 +113,37 @@ def test_a_format_that_is_never_written_is_shown_beside_what_is(reward: float, n
     assert finding.name == name
     assert "<answer>7</answer>" in finding.what
     assert "It is 0" in finding.what
+
+
+def test_episodes_without_a_reward_name_the_environment_that_gave_none() -> None:
+    for rewards, name in ([math.nan] * 8, "no reward yet"), ([1.0] + [math.nan] * 7, "rewards dropped"):
+        alone = found(planted(groups_of([rewards] * 16), is_environment_alone=True, player="environment `maze`"))
+        assert "Reply(" in alone[name]
+        assert "Reply(" not in found(planted(groups_of([rewards] * 16)))[name]
+
+
+@pytest.mark.parametrize(
+    ("highest", "given", "is_said"),
+    [
+        (1.5, [], True),
+        (1.0, [], False),
+        (1.5, ["task.solved_reward=1.5"], False),
+        (1.5, ["task.solved_reward=1"], False),
+    ],
+)
+def test_rewards_above_those_that_count_as_solved_are_shown_where_nobody_has_said_which(
+    highest: float, given: list[str], is_said: bool
+) -> None:
+    groups = groups_of([[highest, 0.5] * 4] * 16, rewarded_turns=3)
+    text = "\n".join(section(planted(groups, *given)).lines)
+    assert ("task.solved_reward" in text) == is_said
+    assert ("turns are added up" in text) == is_said
+
+
+def test_hardly_any_group_with_spread_is_found_without_a_known_right_answer() -> None:
+    rewards = [[0.0] * 8] * 63 + [[0.0] * 7 + [0.5]]
+    assert "too hard" in found(planted(groups_of(rewards)))
+    assert "too hard" not in found(planted(groups_of([[0.0] * 7 + [0.5]] * 64)))
 
 
 @pytest.mark.parametrize("rewards", [[0.0] * 8, [0.5] * 8, [1.0] * 8])

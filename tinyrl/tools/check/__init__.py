@@ -9,8 +9,10 @@ right_answers.py   the column of right answers, and the form that a reward pays 
 loaded.py          what needs the models: their numbers, answers
 sampled.py         answers to some prompts, in the time that there is
 images.py          what images take, and whether answers depend on them
+trial.py           the answers and their figures
 policy.py          what the answers say
 early_end.py       whether held-out prompts are too few for run.patience
+rates.py           pass rates of the rows that were tried
 largest_step.py    the largest step
 """
 
@@ -26,12 +28,13 @@ import psutil
 from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.images import shown_text
-from tinyrl.data.rows import row_key
+from tinyrl.data.rows import row_key, solved_from
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import PreparedRun, PreparedSettings, prepare, prepare_settings
 from tinyrl.runs.finding import Finding
 from tinyrl.runs.provenance import versions
+from tinyrl.tasks.rewarded import missing_reward
 from tinyrl.tasks.run_rows import shared_by_splits
 from tinyrl.text import excerpt, one_line
 from tinyrl.tools.check.environment import check_environment
@@ -95,7 +98,9 @@ def _without_models(prepared: PreparedRun, *, asks_judges: bool) -> list[CheckSe
     train = prepared.rows.train
     if not config.samples:
         return []
-    parts = [check_reward(config, task, train), check_environment(config, task, train)]
+    environment = check_environment(config, task, train)
+    is_replaced = environment is not None and environment.rewards == "all"
+    parts = [check_reward(config, task, train, is_replaced=is_replaced), environment]
     if asks_judges:
         parts.append(check_judges(config, task, train))
     return [part for part in parts if part is not None]
@@ -115,7 +120,7 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import early_end, images, largest_step, loaded, policy, sampled  # with torch
+    from tinyrl.tools.check import early_end, images, largest_step, loaded, policy, rates, sampled  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
@@ -140,9 +145,11 @@ def _with_models(
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             reward = next(part for part in parts if isinstance(part, RewardSection))
+            solved = solved_from(config.task.solved_reward)
             trial = sampled.look(
                 method.collector,
-                knows_gold=reward.knows_right(config.task.solved_reward),
+                knows_gold=reward.knows_right(solved),
+                is_environment_alone=missing_reward(config, prepared.task, prepared.rows.train) is not None,
                 paid=reward.paid,
                 prompts=prompts,
                 samples=samples,
@@ -152,11 +159,11 @@ def _with_models(
             if (ends := early_end.an_early_end(method.collector, trial.rewards)) is not None:
                 answers.findings.append(ends)
             yield answers
-            looks = images.Looks(trial.looks, config.task.solved_reward, is_rewarded=config.trains.rewarded)
+            looks = images.Looks(trial.looks, solved, is_rewarded=config.trains.rewarded)
             if (pictures := images.image_section(method.policy, looks)) is not None:
                 yield pictures
             if write is not None:
-                line = policy.write_rates(write, prepared, policy.rates_by_row(trial))
+                line = rates.write_rates(write, prepared, rates.rates_by_row(trial))
                 yield CheckSection("rates", [line])
             if trial.seconds + trial.step_seconds > 60 * minutes:
                 yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)

@@ -6,6 +6,7 @@ A finding is a function of the trial, as those of a run are of its records (runs
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from statistics import fmean, median
@@ -15,16 +16,19 @@ from tinyrl.config.schema import Config
 from tinyrl.data.image_rows import with_parts
 from tinyrl.data.messages import as_messages, asked_of
 from tinyrl.data.readers import Row
-from tinyrl.environments import Reply
+from tinyrl.environments import Reply, Rewards, Transcript
 from tinyrl.environments.environment import NONSENSE, NOT_JSON, UNKNOWN_TOOL, Replies, asking_turn
 from tinyrl.environments.tool_calls import CALL_FAILED
+from tinyrl.rewards.holes import answers_in, in_forms
 from tinyrl.runs.finding import Finding, found_by
 from tinyrl.runs.resolve import positions_named
 from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import row_columns, shows_tools
+from tinyrl.tasks.rewarded import HOW_TO_REWARD, missing_reward
 from tinyrl.text import escape_control, one_line
 from tinyrl.tools.check.first_row import tokens_with_environment
-from tinyrl.tools.check.reward import has_environment, tokenizer_of
+from tinyrl.tools.check.reward import SLOW_CALL_S, has_environment, tokenizer_of
+from tinyrl.tools.check.right_answers import columns_to_try
 from tinyrl.tools.check.section import CheckSection, words_of_kind
 from tinyrl.tools.check.tool_arguments import calls_of_tool, first_words
 from tinyrl.training.failing_rewards import MAX_FAILED_SHARE
@@ -66,6 +70,11 @@ class Script:
         return self.should_work and len(self.failed_replies) + len(self.reasons) == len(self.turns)
 
     @property
+    def is_paid(self) -> bool:
+        """Return whether a reply holds a reward, 0 too."""
+        return any(reply.reward is not None for reply in self.given)
+
+    @property
     def first_reason(self) -> str:
         texts = [reply.text.removeprefix(CALL_FAILED).strip() for reply in self.failed_replies]
         return one_line([*texts, *self.reasons][0], SHOWN)
@@ -95,10 +104,21 @@ class Script:
 
 @dataclass
 class PlayedScripts:
-    """Scripts that were played in an environment. hidden_tools: the model's chat template shows none."""
+    """Scripts that were played in an environment.
+
+    hidden_tools  the model's chat template shows none
+    rewards       which episodes the environment rewards
+    is_alone      nothing else rewards them, and the method needs a reward
+    verifier      of the task, which scores them too; "": none does
+    paid_for      turns that the environment rewarded; "": none of those that were tried
+    """
 
     scripts: list[Script] = field(default_factory=list)
     hidden_tools: bool = False
+    rewards: Rewards = "none"
+    is_alone: bool = False
+    verifier: str = ""
+    paid_for: str = ""
     max_turns: int = 1
     max_observation_tokens: int = 0
     most_observation_tokens: int = 1 << 30  # that the model has positions for
@@ -123,6 +143,11 @@ class PlayedScripts:
     def longest(self) -> int:
         """Return the characters of the longest reply."""
         return max((len(reply.text) for script in self.scripts for reply in script.given), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Return the mean seconds of a call."""
+        return fmean(script.seconds for script in self.scripts)
 
 
 # ---- findings ----
@@ -169,6 +194,46 @@ def every_call_fails(trial: PlayedScripts) -> Finding | None:
         name="every call fails",
         what=f"Each turn that should be answered ({broken[0].kind}) failed, the first so: {broken[0].first_reason}.",
         change="Correct the tool, or add the columns that it needs to the rows.",
+    )
+
+
+REWARD_OF_REPLY = "Return tinyrl.environments.Reply(text, reward=...), 0.0 for an episode that failed"
+
+
+def no_rewards(trial: PlayedScripts) -> Finding | None:
+    """The environment rewards no episode, and nothing else does."""
+    if trial.rewards != "none" or not trial.is_alone:
+        return None
+    return Finding(
+        name="no rewards",
+        what="The environment rewards no episode, which a class does by get_reward, and nothing else does.",
+        change=f"Write get_reward, or give {HOW_TO_REWARD}.",
+    )
+
+
+def no_reward_was_seen(trial: PlayedScripts) -> Finding | None:
+    """None of the turns that were tried was rewarded, and nothing else rewards an episode."""
+    if trial.rewards != "some" or not trial.is_alone or trial.paid_for or trial.failed > MAX_FAILED_SHARE:
+        return None
+    return Finding(
+        name="no reward was seen",
+        what="None of the turns that were tried had a reward (nonsense, and the values of the rows' columns), and "
+        "nothing else rewards an episode.",
+        change=f"{REWARD_OF_REPLY}. Or give {HOW_TO_REWARD}. If it rewards other turns, tinyrl check without --quick "
+        "shows whether the policy reaches them.",
+        is_harmless=True,
+    )
+
+
+def two_rewards(trial: PlayedScripts) -> Finding | None:
+    """Replies hold rewards, and the task's verifier scores episodes too."""
+    if not trial.verifier or not any(script.is_paid for script in trial.scripts):
+        return None
+    return Finding(
+        name="two rewards",
+        what=f"Replies hold rewards, and {trial.verifier} scores each episode too: both are added.",
+        change="If only the environment's are meant, call the column otherwise (task.columns.target=answer, say).",
+        is_harmless=True,
     )
 
 
@@ -224,6 +289,9 @@ FINDINGS = (
     tools_are_not_shown,
     the_environment_is_silent,
     every_call_fails,
+    no_rewards,
+    no_reward_was_seen,
+    two_rewards,
     answers_by_chance,
     no_turn_to_read_a_reply,
     replies_are_cut,
@@ -233,11 +301,19 @@ FINDINGS = (
 # ---- the trial ----
 
 
-def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSection | None:
+@dataclass
+class EnvironmentSection(CheckSection):
+    """The section about an environment. rewards: which episodes it rewards."""
+
+    rewards: Rewards = "none"
+
+
+def check_environment(config: Config, task: Task, rows: list[Row]) -> EnvironmentSection | None:
     """Ask the environment about reference answers, turns that it should answer, nothing, nonsense and bad calls of
     tools; None where there is none.
     """
-    section = CheckSection("environment")
+    section = EnvironmentSection("environment")
+    is_alone = missing_reward(config, task, rows) is not None
     rows = rows[:EPISODES]
     if config.uses("environment") and config.environment.agent:
         section.lines = [f"{config.environment.agent}: an agent, which is played when the model is loaded"]
@@ -258,9 +334,11 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
         max_turns=config.environment.max_turns,
         max_observation_tokens=environment.max_observation_tokens,
         most_observation_tokens=room_for_observation(config),
+        is_alone=is_alone and config.trains.rewarded,
     )
     with closing(environment):
         environment.start()
+        section.rewards = trial.rewards = environment.rewards
         if environment.schemas:
             trial.hidden_tools = not shows_tools(tokenizer_of(config), config.task.chat)
         columns = row_columns(rows)
@@ -275,6 +353,11 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> CheckSecti
             wrong |= {"unknown tool": UNKNOWN_TOOL, "not JSON": NOT_JSON}
         for kind, turn in wrong.items():
             trial.scripts.append(play(environment, kind, [turn] * len(rows), prompts, columns))
+        if trial.rewards == "some" and config.reward.is_verifier and not is_alone:
+            trial.verifier = f"the verifier of {task.name}"
+            trial.verifier += f" (column `{task.compares_with}`)" if task.compares_with else ""
+        if trial.rewards == "some" and trial.failed <= MAX_FAILED_SHARE:
+            trial.paid_for = paid_turns(environment, trial, rows, prompts, columns)
         section.lines = [environment.describe()]
     if opening:
         section.lines.append(f"prompts end with {one_line(opening, SHOWN)!r}")
@@ -359,19 +442,78 @@ def play_tool(
     return tried[0]
 
 
+def paid_turns(
+    environment: Replies, trial: PlayedScripts, rows: list[Row], prompts: list[Any], columns: dict[str, list[Any]]
+) -> str:
+    """Return what turns the environment rewards, of those that scripts have played and, where nothing else rewards an
+    episode, of those that its right answers may be; "" if none.
+    """
+    paid = next((words_of_kind(script.kind) for script in trial.scripts if script.is_paid), "")
+    if paid or not trial.is_alone:
+        return paid
+    for kind, turns in planted_turns(rows, trial.max_turns):
+        if is_episode_paid(environment, turns, prompts, columns):
+            return kind
+        if trial.seconds >= SLOW_CALL_S:
+            break
+    return ""
+
+
+def planted_turns(rows: list[Row], max_turns: int) -> Iterator[tuple[str, list[list[str]]]]:
+    """Yield turns of an episode for each row, and what they are: nonsense, then the values of each column as answers in
+    each form; the items of a list are a turn each.
+    """
+    yield "nonsense", [[NONSENSE] * max_turns for _ in rows]
+    [names, others] = columns_to_try(rows, named=set(), takes_any=True)
+    for name in names + others:
+        kind = f"column `{name}`"
+        if all(isinstance(row.get(name), list) for row in rows):
+            yield kind, [[str(item) for item in row[name]][:max_turns] for row in rows]
+        elif given := answers_in(name, rows).given:
+            for texts in in_forms([given.get(i, "") for i in range(len(rows))]).values():
+                yield kind, [[text] * max_turns for text in texts]
+
+
+def is_episode_paid(
+    environment: Replies, turns: list[list[str]], prompts: list[Any], columns: dict[str, list[Any]]
+) -> bool:
+    """Play an episode of each row, with turns of its own, until one is rewarded; return whether one was."""
+    transcripts: list[Transcript] = [[] for _ in turns]
+    playing = [*range(len(turns))]
+    for turn in range(max(map(len, turns))):
+        playing = [i for i in playing if turn < len(turns[i])]
+        if not playing:
+            break
+        for i in playing:
+            transcripts[i].append({"role": "assistant", "content": turns[i][turn]})
+        of_those = {name: [column[i] for i in playing] for name, column in columns.items()}
+        asked = [prompts[i] for i in playing]
+        replies: list[Reply | None] = environment.respond(asked, [transcripts[i] for i in playing], of_those).values
+        if any(reply is not None and reply.reward is not None for reply in replies):
+            return True
+        going_on = list[int]()
+        for i, reply in zip(playing, replies, strict=True):
+            if reply is not None and not reply.done:
+                transcripts[i].append({"role": "tool", "content": reply.text})
+                going_on.append(i)
+        playing = going_on
+    return False
+
+
 def line_of(script: Script) -> str:
     """Return what became of a script's turns."""
     counts = ", ".join(f"{count} {what}" for what, count in script.counts.items())
     line = f"  {words_of_kind(script.kind)}: {len(script.turns)} tried, {counts}"
     paid = [reply.reward for reply in script.given if reply.reward is not None]
-    return f"{line}, mean reward {fmean(paid):.4g}" if any(paid) else line
+    return f"{line}, mean reward {fmean(paid):.4g}" if paid else line
 
 
 def notes_of(trial: PlayedScripts) -> list[str]:
     """Return an example, the seconds of a call, what is cut, and tools that only failed on invented arguments."""
     notes = [f"{one_line(turn, SHOWN)!r} -> {one_line(text, SHOWN)!r}" for turn, text in trial.asked[:1]]
-    seconds = fmean(script.seconds for script in trial.scripts)
-    notes.append(f"{1e3 * seconds:.1f} ms per call of {len(trial.scripts[0].turns)} episodes")
+    notes.append(f"{1e3 * trial.seconds:.1f} ms per call of {len(trial.scripts[0].turns)} episodes")
+    if trial.is_alone and trial.paid_for:
+        notes.append(f"rewards: its own, seen for turns of {trial.paid_for}")
     limit = trial.max_observation_tokens
     if trial.longest > CHARS_A_TOKEN * limit:
         most = -(-trial.longest // CHARS_A_TOKEN)

@@ -28,9 +28,9 @@ from tinyrl.runs.records import read_steps
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.prompts import PreparedPrompt, most_tokens
 from tinyrl.tools.check.offline import ReadRows, check_memory
-from tinyrl.tools.check.policy import Trial
 from tinyrl.tools.check.sampled import eval_rows_tried
 from tinyrl.tools.check.section import CheckSection
+from tinyrl.tools.check.trial import Trial
 from tinyrl.training.load import make_method
 from tinyrl.training.on_policy import OnPolicy
 from tinyrl.training.rows import RowMethod

@@ -41,7 +41,8 @@ TEMPLATE = "warning: chat template: "  # begins a note about a fault of it
 class Answer(NamedTuple):
     """A completion of the policy: the tokens it chose and their log-probability, and the row that it answers. score:
     the reward before length penalties; failed: why there is none (NaN); play_failed: since the environment or the agent
-    failed in its episode; stopped_in_thought: a stop string ended it inside a thought.
+    failed in its episode; stopped_in_thought: a stop string ended it inside a thought; rewarded_turns: turns of an
+    episode with a reward of the environment.
     """
 
     text: str
@@ -55,6 +56,7 @@ class Answer(NamedTuple):
     logprob: float = 0.0
     play_failed: bool = False
     stopped_in_thought: bool = False
+    rewarded_turns: int = 0
 
 
 def row_lines(method: OnPolicy | RowMethod) -> list[str]:
@@ -98,6 +100,7 @@ def answer_of(sample: Sample, prompt: PreparedPrompt, collector: Collector) -> A
         logprob=sum(chosen),
         play_failed=sample.play_failure is not None,
         stopped_in_thought=sample.stopped_in_thought,
+        rewarded_turns=0 if sample.played is None else sample.played.num_rewarded_turns,
     )
 
 

@@ -5,31 +5,20 @@ A finding is a function of the trial, as those of a run are of its records (runs
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 from tinyrl.config.advice import longer_responses
-from tinyrl.config.schema import Config
-from tinyrl.data.rows import PASS_RATE, row_key
 from tinyrl.formatting import format_number, format_seconds
 from tinyrl.nan import mean, numbers
-from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.finding import Finding, found_by
-from tinyrl.runs.folders import write_atomic
-from tinyrl.runs.records import json_safe, to_float
-from tinyrl.tasks.grading import last_number, marked_answer, normalised_text, parse_number
-from tinyrl.tasks.run_rows import rows_of_run
+from tinyrl.tasks.rewarded import HOW_TO_REWARD
 from tinyrl.text import one_line
-from tinyrl.tools.check.images import Look
-from tinyrl.tools.check.loaded import Answer
+from tinyrl.tools.check.environment import REWARD_OF_REPLY
 from tinyrl.tools.check.section import CheckSection
+from tinyrl.tools.check.trial import Trial, rewarded, with_spread
 
 LONG_RUN_S = 48 * 3600
 FEWEST_GREEDY = 8  # prompts, before greedy and sampled rewards are compared
@@ -40,164 +29,6 @@ BAR = 24
 FACTS = ("prompts", "prompts_there", "samples", "reward_mean", "reward_greedy", "mean_length", "longest", "truncated",
          "stopped_in_thought", "entropy", "distinct", "seconds", "rollout_seconds")  # fmt: skip
 RATES = {"never": 0.0, "to 25 %": 0.25, "to 50 %": 0.5, "to 75 %": 0.75, "over 75 %": 1 - 1e-9, "always": 1.0}
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a policy answered before its first step. A figure that is not known is NaN, for which no condition holds.
-
-    groups: the answers to each prompt; greedy: one more of each; knows_gold: the reward gives full marks to gold
-    answers, alone or in a form; paid_example: an answer in the form that it pays for; rollout_seconds: to sample a
-    step; step_seconds: estimated for the largest one; positions: tokens that an answer behind the longest prompt may
-    have, without what is read between its turns; prompts_there: prompts to train on; prompts_wanted: of them to be
-    tried; seconds: that the trial took; player: the environment or agent that plays the episodes, as messages name
-    it; looks: prompts with images that were asked without them too.
-    """
-
-    config: Config
-    groups: list[list[Answer]]
-    greedy: list[Answer]
-    knows_gold: bool = False
-    paid_example: str | None = None
-    rollout_seconds: float = 0.0
-    step_seconds: float = 0.0
-    positions: float = math.inf
-    prompts_there: int = 0
-    prompts_wanted: int = 0
-    seconds: float = 0.0
-    player: str = "the environment"
-    looks: list[Look] = field(default_factory=list)
-
-    # ---- rewards ----
-
-    @property
-    def prompts(self) -> int:
-        return len(self.groups)
-
-    @property
-    def samples(self) -> int:
-        return len(self.groups[0])
-
-    @cached_property
-    def answers(self) -> list[Answer]:
-        return [answer for group in self.groups for answer in group]
-
-    @cached_property
-    def rewards(self) -> list[float]:
-        return numbers([answer.reward for answer in self.answers])
-
-    @property
-    def dropped(self) -> float:
-        """Return the share of completions without a reward."""
-        return 1 - len(self.rewards) / len(self.answers)
-
-    @property
-    def play_failed(self) -> float:
-        """Return the share of episodes in which the environment or the agent failed."""
-        return mean([answer.play_failed for answer in self.answers])
-
-    @property
-    def reward_mean(self) -> float:
-        return mean(self.rewards)
-
-    @property
-    def reward_greedy(self) -> float:
-        return mean([answer.reward for answer in self.greedy])
-
-    @cached_property
-    def pass_rates(self) -> list[float]:
-        solved = self.config.task.solved_reward
-        return [mean([answer.score >= solved for answer in rewarded(group)]) for group in self.groups]
-
-    @property
-    def pass_rate(self) -> float:
-        return mean(self.pass_rates)
-
-    @property
-    def knows_right(self) -> bool:
-        """Return whether a right answer is known to score as one."""
-        return self.knows_gold or any(rate > 0 for rate in self.pass_rates)
-
-    @property
-    def has_groups(self) -> bool:
-        """Return whether the run compares completions of one prompt."""
-        return self.config.on_policy.group_size > 1
-
-    @property
-    def group_size(self) -> int:
-        """Return the completions of a prompt that are compared: of the run's groups, else those of this trial."""
-        size = self.config.on_policy.group_size
-        return size if size > 1 else self.samples
-
-    @cached_property
-    def spread(self) -> float:
-        """Return the share of groups of the run's size whose rewards differ."""
-        return with_spread(self.groups, self.group_size)
-
-    @cached_property
-    def missed(self) -> list[Answer]:
-        """Return the completions that hold the reference answer and are not scored as right, though it is, alone."""
-        solved = self.config.task.solved_reward
-        unsolved = [answer for answer in self.answers if answer.gold and not answer.score >= solved]
-        return [one for one in unsolved if _holds(one.text, str(one.gold))] if self.knows_gold else []
-
-    # ---- lengths and texts ----
-
-    @property
-    def limit(self) -> int:
-        return self.config.generation.max_new_tokens
-
-    @property
-    def mean_length(self) -> float:
-        return mean([answer.tokens for answer in self.answers])
-
-    @property
-    def longest(self) -> int:
-        return max(answer.tokens for answer in self.answers)
-
-    @property
-    def truncated(self) -> float:
-        return mean([answer.cut for answer in self.answers])
-
-    @property
-    def stopped_in_thought(self) -> float:
-        return mean([answer.stopped_in_thought for answer in self.answers])
-
-    @property
-    def entropy(self) -> float:
-        """Return nats per token, estimated by the sampled tokens."""
-        tokens = sum(answer.tokens for answer in self.answers)
-        return -sum(answer.logprob for answer in self.answers) / max(1, tokens)
-
-    @property
-    def distinct(self) -> float:
-        """Return the share of a prompt's completions that are different texts."""
-        return mean(self.texts_by_prompt) / self.samples
-
-    @property
-    def texts_by_prompt(self) -> list[int]:
-        return [len({answer.text for answer in group}) for group in self.groups]
-
-    @property
-    def texts(self) -> int:
-        return len({answer.text for answer in self.answers})
-
-
-def rewarded(answers: list[Answer]) -> list[Answer]:
-    return [answer for answer in answers if not math.isnan(answer.reward)]
-
-
-def with_spread(groups: list[list[Answer]], size: int) -> float:
-    """Return the expected share of groups of this size whose rewards differ, drawn from the answers there are without
-    putting back; NaN where there are fewer.
-    """
-    shares = []
-    for group in groups if size <= len(groups[0]) else []:
-        known = numbers([answer.reward for answer in group])
-        drawn = min(size, len(known))
-        alike = sum(math.comb(count, drawn) for count in Counter(known).values())
-        shares.append(0.0 if drawn < 2 else 1 - alike / math.comb(len(known), drawn))
-    return mean(shares)
 
 
 # ---- findings ----
@@ -226,6 +57,14 @@ def rewards_dropped(trial: Trial) -> Finding | None:
             figures={"dropped": share},
         )
     reasons = [answer.failed for answer in trial.answers if answer.failed and not answer.play_failed]
+    if trial.is_environment_alone and not reasons:
+        return Finding(
+            name="rewards dropped",
+            what=f"{share:.0%} of the episodes have no reward, since {trial.player} gave them none: each is left out "
+            "of its group, so only rewarded ones are compared.",
+            change=f"{REWARD_OF_REPLY}.",
+            figures={"dropped": share},
+        )
     why = f"its functions failed, at first: {reasons[0]}" if reasons else "its functions say that they do not apply"
     return Finding(
         name="rewards dropped",
@@ -245,6 +84,14 @@ def no_reward_yet(trial: Trial) -> Finding | None:
     if not trial.config.trains.rewarded or not is_never_rewarded(trial):
         return None
     change = FORMAT_FIRST
+    if trial.is_environment_alone:
+        return Finding(
+            name="no reward yet",
+            what=f"None of {len(trial.answers)} episodes had a reward, so nothing can be learnt: no reply of "
+            f"{trial.player} held one, and nothing else rewards an episode. {format_beside_text(trial)}",
+            change=f"{REWARD_OF_REPLY}. Or give {HOW_TO_REWARD}.",
+            figures={"dropped": trial.dropped},
+        )
     if trial.paid_example is None:
         change += " If completions do have the right format, print what the function gets (docs/rewards.md)."
     return Finding(
@@ -298,14 +145,6 @@ def right_answers_in_another_form(trial: Trial) -> Finding | None:
         change="Ask for that form in task.system_prompt, or teach it first by some steps of tinyrl train sft.",
         figures={"missed": share},
     )
-
-
-def _holds(text: str, gold: str) -> bool:
-    answer = marked_answer(gold) or gold
-    if (wanted := parse_number(answer)) is not None:
-        return parse_number(last_number(text)) == wanted
-    words = normalised_text(answer)
-    return len(words) > 2 and words in normalised_text(text)
 
 
 def reward_follows_length(trial: Trial) -> Finding | None:
@@ -422,7 +261,8 @@ def group_too_small(trial: Trial) -> Finding | None:
 
 def decided_prompts(trial: Trial) -> Finding | None:
     """Most groups would have one reward for all: too hard, too easy, or some of both."""
-    if not trial.knows_right or not trial.spread <= 0.25 or is_constant(trial) or group_is_too_small(trial):
+    is_known = trial.knows_right or trial.spread < 0.05  # else a prompt's best reward may be any
+    if not is_known or not trial.spread <= 0.25 or is_constant(trial) or group_is_too_small(trial):
         return None
     if trial.pass_rate <= 0.2 and trial.spread < 0.05:
         name = "too hard"
@@ -444,7 +284,9 @@ def decided_prompts(trial: Trial) -> Finding | None:
     if not trial.has_groups:
         what = f"{flat:.0%} of the prompts have one reward for all completions, which teaches little"
     right = f"{trial.pass_rate:.1%} of the completions are right."
-    if not any(trial.pass_rates):
+    if not trial.knows_right:
+        right = f"the mean reward is {trial.reward_mean:.3g}, the highest {max(trial.rewards):.3g}."
+    elif not any(trial.pass_rates):
         right = f"none of {len(trial.answers)} completions is right. {format_beside_text(trial)}"
     return Finding(
         name=name,
@@ -590,6 +432,12 @@ def section(trial: Trial) -> CheckSection:
         worst = min(rewarded(trial.answers), key=lambda answer: answer.reward)
         for answer in (best, worst):
             lines.append(f"  reward {format_number(answer.reward)}: {one_line(answer.text, SHOWN)!r}")
+    if (best := trial.best_beyond_solved) is not None:
+        of_turns = "; those of an episode's turns are added up" if trial.most_rewarded_turns > 1 else ""
+        lines.append(
+            f"a completion counts as solved from a reward of {trial.config.task.solved_reward:g} on "
+            f"(task.solved_reward, not given), and some have up to {best:.4g}{of_turns}"
+        )
     if 0 < len(trial.missed) < LEAST_MISSED * len(trial.answers):  # more of them are a finding
         shown = one_line(trial.missed[0].text, SHOWN)
         hold = f"{len(trial.missed)} completions hold the reference answer and are"
@@ -613,24 +461,3 @@ def section(trial: Trial) -> CheckSection:
     facts |= {"pass_rates": rates, "groups_with_spread": trial.spread}
     facts["pass_rate"] = trial.pass_rate if trial.knows_right else None
     return CheckSection("policy", lines, facts, findings_in(trial))
-
-
-def rates_by_row(trial: Trial) -> dict[str, float]:
-    """Return the pass rates of the rows that were tried, by their keys."""
-    return {group[0].row: rate for group, rate in zip(trial.groups, trial.pass_rates, strict=True)}
-
-
-def write_rates(path: Path, prepared: PreparedRun, rates: dict[str, float]) -> str:
-    """Write the rows of task.data, or a task's own, with a column `pass_rate` for those that were tried. Read as
-    task.data they fall into the same training and held-out rows as before.
-    """
-    config = prepared.config
-    where = config.task
-    if prepared.task.generate is not None:
-        raise ValueError("--write: rows that are made have no file to put rates into")
-    everything = {"max_samples": None, "eval_data": where.eval_data or where.data}
-    uncut = config.model_copy(update={"task": where.model_copy(update=everything)})
-    rows = rows_of_run(uncut, prepared.task).train
-    rated = [{**row, PASS_RATE: json_safe(to_float(rates.get(row_key(row), row.get(PASS_RATE))))} for row in rows]
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rated))
-    return f"{path}: {len(rows):,} rows, {len(rates):,} of them with a pass rate"

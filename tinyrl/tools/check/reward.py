@@ -19,6 +19,7 @@ import numpy as np
 from tinyrl.config.schema import Config
 from tinyrl.data.messages import as_completion, asked_of
 from tinyrl.data.readers import Row
+from tinyrl.data.rows import solved_from
 from tinyrl.environments.environment import NONSENSE
 from tinyrl.formatting import format_number
 from tinyrl.nan import mean
@@ -223,11 +224,15 @@ class RewardSection(CheckSection):
         return best >= solved
 
 
-def check_reward(config: Config, task: Task, rows: list[Row]) -> RewardSection:
+def check_reward(config: Config, task: Task, rows: list[Row], *, is_replaced: bool = False) -> RewardSection:
     """Score reference answers, nothing and nonsense, and look for texts that score high and are wrong. Judges and
-    reward models are left out: they are tried when the model is loaded.
+    reward models are left out: they are tried when the model is loaded. is_replaced: an environment rewards every
+    episode, in place of the task's verifier.
     """
     section = RewardSection("reward")
+    if is_replaced and config.reward.is_verifier:
+        section.lines = ["get_reward of the environment, which rewards every episode"]
+        return section
     rows = rows[:REWARD_ROWS]
     functions = functions_of(config, task)
     if not functions:
@@ -292,9 +297,9 @@ def _try_right_answers(trial: ScoredTexts, scorer: TextScorer, section: RewardSe
         return
     answers = known_answers(task, rows)
     if answers.values:
-        trial.paid = paid_form(scorer, answers, enough=config.task.solved_reward)
+        trial.paid = paid_form(scorer, answers, enough=solved_from(config.task.solved_reward))
     else:
-        trial.paid = paid_column(scorer, rows, scorer.answer_columns(), enough=config.task.solved_reward)
+        trial.paid = paid_column(scorer, rows, scorer.answer_columns(), enough=solved_from(config.task.solved_reward))
         answers = answers if trial.paid is None else trial.paid.answers
     section.paid = trial.paid
     section.facts["right answers"] = None

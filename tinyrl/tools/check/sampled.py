@@ -12,8 +12,8 @@ from tinyrl.rollout.collect import Collector
 from tinyrl.tasks.prompts import PreparedPrompt
 from tinyrl.tools.check.images import Look, compare_without_images
 from tinyrl.tools.check.loaded import Answer, answers
-from tinyrl.tools.check.policy import Trial
 from tinyrl.tools.check.right_answers import PaidForm
+from tinyrl.tools.check.trial import Trial
 
 FEWEST_SAMPLES = 8  # completions of a prompt, so that its pass rate is one
 ROWS_AT_A_TIME = 64
@@ -25,13 +25,15 @@ def look(
     collector: Collector,
     *,
     knows_gold: bool,
+    is_environment_alone: bool = False,
     paid: PaidForm | None = None,
     prompts: int = 64,
     samples: int | None = None,
     minutes: float = 2.0,
 ) -> Trial:
     """Sample answers to at most so many training prompts, in as much of the minutes as the largest step leaves, which
-    nothing else can show; at least to one. No weight is changed. paid: right answers that the reward pays for.
+    nothing else can show; at least to one. No weight is changed. knows_gold, is_environment_alone: as `Trial` has them;
+    paid: right answers that the reward pays for.
     """
     started = time.perf_counter()
     config = collector.config
@@ -63,6 +65,7 @@ def look(
         greedy,
         looks=looks,
         player="the environment" if environment is None else f"{environment.noun} `{environment.name}`",
+        is_environment_alone=is_environment_alone,
         knows_gold=knows_gold,
         paid_example=None if paid is None else paid.example,
         rollout_seconds=pace.row_seconds * config.on_policy.batch_size,
