@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.derive import FactsOf, check_overrides, derive, kept_against, no_facts, read_written, without_derived
+from tinyrl.config.derive import check_overrides, derive, kept_against, read_written, without_derived
 from tinyrl.config.effect import given_settings, without_effect
 from tinyrl.config.given import Given
 from tinyrl.config.methods import METHODS, is_method
 from tinyrl.config.refusal import Places, Refusal, Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
+from tinyrl.config.rules import FactsOf, no_facts
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_with_lines
 from tinyrl.text import decode_utf8, did_you_mean, truncate

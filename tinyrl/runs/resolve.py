@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.advice import working_advice
-from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over
+from tinyrl.config.derive import derive, derive_over
 from tinyrl.config.given import Given
 from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.refusal import Refusal
+from tinyrl.config.rules import AdapterFacts, ModelFacts
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.places import checkpoint_of, named_run
