@@ -12,7 +12,8 @@ import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import TABLE, Foreign, Ours
+from tinyrl.config.aliases import TABLE
+from tinyrl.config.foreign_row import Foreign, Ours
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe

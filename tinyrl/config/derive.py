@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from tinyrl.config.conflicts import conflicts, contradictions
 from tinyrl.config.effect import given_settings, without_effect
-from tinyrl.config.explain import UNKNOWN, explain
+from tinyrl.config.explain import explain, is_foreign
 from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
@@ -62,7 +62,8 @@ def check_overrides(method: str, overrides: Sequence[str]) -> None:
     for override in overrides:
         setting, _, text = override.partition("=")
         section, _, name = setting.partition(".")
-        if section == "method" or (section in OPTIONAL_SECTIONS and section not in METHODS[method].sections):
+        is_other = section in OPTIONAL_SECTIONS and section not in METHODS[method].sections
+        if section == "method" or (is_other and name):
             if setting in REMOVED:  # whatever is trained
                 raise REMOVED[setting].refusal(setting, text)
             own = METHODS[method].section
@@ -182,10 +183,8 @@ def _whole(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        model = values.get("model")
-        has_adapter = isinstance(model, dict) and model.get("adapter") is not None
-        sentences = explain(error, values.get("method"), given.places, missing=missing, has_adapter=has_adapter)
-        has_unknown = any(one["type"] in UNKNOWN for one in error.errors(include_url=False))
+        sentences = explain(error, values, given.places, missing=missing)
+        has_unknown = any(is_foreign(one) for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     of_model = facts(config)
     config = with_rules(config, there=there, given=given, facts=of_model, changed=changed)
