@@ -37,6 +37,8 @@ SPINS = "30000"
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 MOST_LINES = 6
 NEGATIVE = re.compile(r"-[\d.]+")  # a number, and no option
+TRAINING = ("train", "check")
+OF_SAMPLING = ("generation.", "task.", "reward.")  # settings of commands that do not train
 SETTING = re.compile(r"[a-z_]+(\.[\w.]+)?=")
 CTRL_C = 130  # exit code of a command that Ctrl-C ended with nothing to resume
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -65,7 +67,7 @@ class CommandWithSettings(TyperCommand):
             for one in self.get_params(ctx):
                 own |= {*one.opts, *one.secondary_opts}
             options = unknown_options(args, own)
-            answer = answer_for(options, args) if options else ""
+            answer = answer_for(options, args, trains=ctx.info_name in TRAINING) if options else ""
             if answer:
                 ctx.fail(f"No such option: {', '.join(options)}. {answer}")
         return super().parse_args(ctx, args)
@@ -90,9 +92,12 @@ def unknown_options(args: Sequence[str], own: Collection[str]) -> dict[str, list
     return found
 
 
-def answer_for(options: Mapping[str, Sequence[str]], args: Sequence[str]) -> str:
-    """Return how settings that were given as options are written; "" where no library has them."""
-    from tinyrl.config.foreign_options import answer_to_options  # with the schema: not for --help
+def answer_for(options: Mapping[str, Sequence[str]], args: list[str], *, trains: bool) -> str:
+    """Return how settings that were given as options are written; "" where no library has them. trains: of a command
+    that takes all settings, and not those of sampling alone.
+    """
+    from tinyrl.config.foreign_names import setting_named  # with the schema: not for --help
+    from tinyrl.config.foreign_options import answer_to_options
     from tinyrl.config.given import apply_overrides
     from tinyrl.config.recipe import missing_of_own, names_own
 
@@ -103,6 +108,8 @@ def answer_for(options: Mapping[str, Sequence[str]], args: Sequence[str]) -> str
         values = apply_overrides({}, overrides)
     missing = [] if method is None or names_own(overrides) else missing_of_own(method, overrides)
     typed = {option.lstrip("-").replace("-", "_"): words for option, words in options.items()}
+    if not trains:
+        typed = {name: words for name, words in typed.items() if setting_named(name, method).startswith(OF_SAMPLING)}
     return answer_to_options(typed, method, values=values, missing=missing)
 
 

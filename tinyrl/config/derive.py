@@ -183,7 +183,7 @@ def _whole(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        sentences = explain(error, values, given.places, missing=missing)
+        sentences = explain(error, values, given, missing=missing)
         has_unknown = any(is_foreign(one) for one in error.errors(include_url=False))
         raise (UnknownSettings if has_unknown else ValueError)(sentences) from None
     of_model = facts(config)

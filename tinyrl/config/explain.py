@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from tinyrl.config.aliases import ALIASES
 from tinyrl.config.foreign_names import alias_of, answer_of, home_of
 from tinyrl.config.foreign_values import FUNCTION, Copy, ForeignNames
-from tinyrl.config.given import apply_overrides, settings_in
+from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.line_to_copy import copy_of, copy_of_own, lines_to_copy
-from tinyrl.config.refusal import Places, Refusal
+from tinyrl.config.refusal import Refusal
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.settings import SECTIONS, KeyPath, allowed, dotted_name, fields_in, walk, words_of
 from tinyrl.text import did_you_mean, join_truncated, truncate
@@ -39,19 +39,24 @@ class Problem:
         return self.refusal.settings[0]
 
 
-def explain(error: ValidationError, values: dict[str, Any], places: Places, *, missing: Sequence[str] = ()) -> str:
+def explain(error: ValidationError, values: dict[str, Any], given: Given, *, missing: Sequence[str] = ()) -> str:
     """Return sentences about the problems that pydantic found: all unknown names, and the first of the others, at most
     one for a setting. A sentence has a place, `key`, the value, what is allowed, and what was probably meant. The last
-    line has what to write in place of the unknown names, where that is known; `missing` are settings that a run of
-    one's own needs besides, where values are of the built-in example but for the overrides.
+    line has what to write in place of the unknown names, where that is known. given: of which the values are, with
+    what follows from it; `missing` are settings that a run of one's own needs besides, where values are of the built-in
+    example but for the overrides.
     """
     found: dict[str, Problem] = {}
     problems = error.errors(include_url=False)
-    own = apply_overrides({"method": values.get("method")}, places.overrides) if missing else values
-    known = _without_unknown(own, problems)
-    given = ForeignNames(values.get("method"), _foreign(problems), frozenset(settings_in(known)))
+    places = given.places
+    method = values.get("method")
+    if missing:
+        values = apply_overrides({"method": method}, places.overrides)
+        given = Given(values)
+    ours = settings_in(_without_unknown(given.values, problems))
+    names = ForeignNames(method, _foreign(problems), frozenset(ours))
     for problem in problems:
-        for one in _problems(problem, given):
+        for one in _problems(problem, names):
             found.setdefault(one.name, one)
     unknown = [one for one in found.values() if one.answer]
     others = [one for one in found.values() if not one.answer]
@@ -66,7 +71,7 @@ def explain(error: ValidationError, values: dict[str, Any], places: Places, *, m
         most = MOST_SENTENCES - (len(lines) == MOST_SENTENCES)
     lines += [places.sentence(one.refusal) for one in others[:most]]
     copies = {one.name: one.copy for one in unknown if one.copy is not None}
-    return "\n".join(lines + lines_to_copy(copies, given, values=known, missing=missing))
+    return "\n".join(lines + lines_to_copy(copies, names, values=_without_unknown(values, problems), missing=missing))
 
 
 def is_foreign(problem: Any) -> bool:

@@ -99,3 +99,12 @@ def alias_of(parts: Sequence[object]) -> str | None:
     ends = [".".join(map(str, parts[at:])) for at in range(len(parts))]
     is_alone = len(parts) == 1
     return next((end for end in ends if end in ALIASES and (is_alone or end not in SECTIONS)), None)
+
+
+def setting_named(name: str, method: object) -> str:
+    """Return the setting that a name without a section is: another library's, or ours but for the section; "" where
+    there is none.
+    """
+    setting = answer_of(name, method).setting if name in ALIASES else ""
+    is_own = not setting and (name not in ALIASES or not is_method(method))
+    return (home_of(name, method) or "") if is_own else setting

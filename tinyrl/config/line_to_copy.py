@@ -142,15 +142,15 @@ def lines_to_copy(
     without = [f"{name} ({why})" for name, why in line.without.items()]
     if without:
         lines.append(f"not in the line: {', '.join(without)}")
-    has_reward = "reward.model" in line.words
-    to_add = [
-        setting
-        for setting in missing
-        if setting not in line.words and not (has_reward and setting == "reward.functions")
-    ]
+    to_add = [setting for setting in missing if setting not in line.words and not _is_elsewhere(setting, line)]
     if to_add:
         lines.append(f"add {_added(to_add, line, given.method)}")
     return [*lines, f"to copy: {line.text}"]
+
+
+def _is_elsewhere(setting: str, line: Line) -> bool:
+    """Return whether a line has something else in place of a setting: a task, or a reward model."""
+    return "task.name" in line.words or (setting == "reward.functions" and "reward.model" in line.words)
 
 
 def _added(settings: list[str], line: Line, method: object) -> str:

@@ -30,7 +30,8 @@ METHODS_ELSEWHERE = {  # names of methods and presets in other libraries, and wh
     "orpo": "dpo dpo.loss=orpo", "simpo": "dpo dpo.loss=simpo", "rloo": "grpo grpo.preset=rloo",
     "reinforce": "grpo grpo.preset=reinforce++", "reinforce++": "grpo grpo.preset=reinforce++",
     "dapo": "grpo grpo.preset=dapo", "gspo": "grpo grpo.preset=gspo", "cispo": "grpo grpo.preset=cispo",
-    "dr_grpo": "grpo grpo.preset=dr_grpo", "a2c": "ppo ppo.preset=a2c", "gkd": "distill",
+    "dr_grpo": "grpo grpo.preset=dr_grpo", "dr.grpo": "grpo grpo.preset=dr_grpo", "a2c": "ppo ppo.preset=a2c",
+    "gkd": "distill",
     **{name: name for name in METHODS},  # GRPO
 }  # fmt: skip
 DATA_FILES = (".jsonl", ".csv", ".parquet")  # which no recipe is
