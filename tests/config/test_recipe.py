@@ -231,7 +231,9 @@ def test_all_unknown_names_are_answered_at_once(recipe: Callable[..., str]):
 
 
 def test_names_with_dots_are_answered_each(recipe: Callable[..., str]):
-    found = refused("grpo", recipe(SORT), "a.rollout.n=8", "a.actor.grad_clip=1", "a.actor.no_such_thing=1")
+    found = refused(
+        "grpo", recipe(SORT + "lora: {r: 8}\n"), "a.rollout.n=8", "a.actor.grad_clip=1", "a.actor.no_such_thing=1"
+    )
     assert [line.partition(":")[0] for line in found.splitlines()] == [
         "override 'a.rollout.n=8'", "override 'a.actor.grad_clip=1'", "override 'a.actor.no_such_thing=1'", "to copy",
     ]  # fmt: skip

@@ -16,11 +16,13 @@ from tinyrl.config.foreign_values import (
     OfKl,
     Option,
     Reader,
+    Strategy,
     Values,
     as_given,
     as_text,
     batch_size,
     clip_low_high,
+    critic_path,
     dataset,
     epochs,
     first_step_too,
@@ -115,7 +117,7 @@ TABLE = (
     Foreign("value_clip cliprange_value", setting("ppo.value_clip_eps")),
     Foreign("vf_coef", setting("ppo.value_coef")),
     Foreign("lam lambd lam_actor", setting("ppo.gae_lambda")),
-    Foreign("algorithm.gamma", setting("ppo.gamma")),
+    Foreign("algorithm.gamma gamma", setting("ppo.gamma")),
     Foreign("entropy_coeff entropy_loss_coef", setting("ppo.entropy_coef")),
     Foreign("num_ppo_epochs ppo_epochs", setting("ppo.num_epochs")),
     Foreign("num_iterations", setting("grpo.num_epochs")),
@@ -186,11 +188,12 @@ TABLE = (
         ),
     ),
     Foreign(
-        "scale_rewards norm_adv_by_std_in_grpo",
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
         setting("grpo.advantage_scale", " (true or group: std, batch: batch, false: none)"),
         reads={
             "scale_rewards": Values({"true": "std", "group": "std", "batch": "batch", "false": "none", "none": "none"}),
             "norm_adv_by_std_in_grpo": Values({"true": "std", "false": "none"}),
+            "no_advantage_std_norm": Values({"true": "none"}),
         },
     ),
     Foreign(
@@ -302,10 +305,12 @@ TABLE = (
     Foreign(
         "eval_strategy evaluation_strategy",
         setting("run.eval_every", ", in steps (with no: run.eval_prompts=0)"),
-        read=Values({"no": "run.eval_prompts=0"}),
+        read=Strategy("run.eval_prompts=0"),
     ),
     Foreign(
-        "save_strategy", setting("run.save_every", ", in steps; 0 saves the last one only"), read=Values({"no": "0"})
+        "save_strategy",
+        setting("run.save_every", ", in steps; 0 saves the last one only"),
+        read=Strategy("run.save_every=0"),
     ),
     Foreign("save_total_limit", setting("run.keep_checkpoints")),
     Foreign("early_stopping_patience", setting("run.patience")),
@@ -338,7 +343,7 @@ TABLE = (
     Foreign("lora_alpha", setting("lora.alpha")),
     Foreign("lora_r lora_rank max_lora_rank", setting("lora.r"), reads={"lora_r": lora_rank, "lora_rank": lora_rank}),
     Foreign(
-        "use_gradient_checkpointing",
+        "use_gradient_checkpointing enable_gradient_checkpointing",
         setting("model.gradient_checkpointing", ": true or false"),
         read=Values({"true": "true", "unsloth": "true", "false": "false"}),
     ),
@@ -381,7 +386,7 @@ TABLE = (
         },
     ),
     Foreign("load_in_4bit", setting("model.quantization"), read=Values({"true": "4bit", "false": "null"})),
-    Foreign("critic.model.path critic_pretrain value_model critic", setting("critic.path")),
+    Foreign("critic.model.path critic_pretrain value_model critic", setting("critic.path"), read=critic_path),
     Foreign("critic_warmup freezing_actor_steps", setting("critic.warmup_steps")),
     Foreign(
         "dataset_name train_dataset train_files dataset prompt_data",
@@ -405,7 +410,7 @@ TABLE = (
         "data.truncation filter_overlong_prompts",
         setting("task.on_overlong_prompt", ": error or drop"),
         reads={
-            "data.truncation": Values({"error": "error"}),
+            "data.truncation": Values({"error": "error"}, is_switch=True),
             "filter_overlong_prompts": Values({"true": "drop", "false": "error"}),
         },
     ),

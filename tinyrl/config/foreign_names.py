@@ -86,10 +86,15 @@ def _in_terms_of(text: str, method: object) -> str | None:
 
 
 def home_of(key: str, method: object) -> str | None:
-    """Return section.key of the first section that has such a key and counts for the method."""
-    unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if is_method(method) else set[str]()
-    home = next((section for section in SECTIONS if section not in unused and key in fields_of(section)), None)
-    return None if home is None else f"{home}.{key}"
+    """Return section.key of the section that has such a key and counts for the method: its own before those of every
+    method and of sampling, and these before a critic's or a teacher's.
+    """
+    own = METHODS[str(method)].section if is_method(method) else ""
+    unused = {*OPTIONAL_SECTIONS} - {*METHODS[str(method)].sections} if own else set[str]()
+    of_some = {*OPTIONAL_SECTIONS} - {own, "generation"}
+    homes = [section for section in SECTIONS if section not in unused and key in fields_of(section)]
+    homes.sort(key=lambda section: (section != own, section in of_some))
+    return f"{homes[0]}.{key}" if homes else None
 
 
 def alias_of(parts: Sequence[object]) -> str | None:

@@ -30,6 +30,7 @@ def answer_to_options(
     options: by name, the words behind each; values: what is given beside them; missing: settings that a run of one's
     own needs besides.
     """
+    options = dict(_switched_off(name, words) for name, words in options.items())
     known = [name for name in options if name in ALIASES or home_of(name, method) is not None]
     if len(known) == 1:
         return answer_to_option(known[0], options[known[0]], method)
@@ -40,6 +41,7 @@ def answer_to_options(
     given = ForeignNames(method, foreign, frozenset(settings_in(beside)))
     copies = dict[str, Copy]()
     lines = [f"{HOW_WRITTEN}, without --"]
+    lines += [f"`{name}` is unknown" for name in options if name not in known]
     for name in known:
         answer, home = _answer_and_home(name, method)
         if home is not None:
@@ -52,6 +54,12 @@ def answer_to_options(
                 copies[name] = copy_of(name, answer.setting, foreign[name], given)
     tried_over = beside if is_method(method) else {}
     return "\n  ".join([*lines, *lines_to_copy(copies, given, values=tried_over, missing=missing)])
+
+
+def _switched_off(name: str, words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return an option with its words; of transformers' no_NAME the switch itself, which is off."""
+    is_off = name.startswith("no_") and name not in ALIASES
+    return (name.removeprefix("no_"), ["false"]) if is_off else (name, words)
 
 
 def answer_to_option(name: str, words: Sequence[str], method: object) -> str:

@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
@@ -155,6 +155,20 @@ class Values:
         if not own:
             return _unread(setting, value)
         return Copy(line=shlex.quote(f"{own}={spelt}"), is_switch=self.is_switch)
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Read when there are evaluations or checkpoints; off: the words for none."""
+
+    off: str
+
+    def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if value in ("no", False):  # YAML 1.1 reads no as false
+            return Copy(line=self.off)
+        if value in ("steps", "epoch"):
+            return Copy(without=f"every {setting} steps", is_needless=True)
+        return _unread(setting, value)
 
 
 @dataclass(frozen=True)
@@ -386,6 +400,15 @@ def clip_low_high(setting: str, value: Any, given: ForeignNames) -> Copy:
     if high:
         return Copy(line=f"{low.line} {written(high, value[1])}")
     return low if value[0] == value[1] else Copy(without=f"{setting} is one for both sides")
+
+
+def critic_path(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a critic that is a model of its own; one that starts from the policy's model has no path."""
+    models = ("model", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain", "sft_model_path")
+    if value in [given.values[name] for name in models if name in given.values]:
+        return Copy(without="the critic starts from model.path", is_needless=True)
+    line = as_text(setting, value, given)
+    return replace(line, line=f"critic.kind=separate {line.line}") if line.line else line
 
 
 def server_url(setting: str, value: Any, given: ForeignNames) -> Copy:

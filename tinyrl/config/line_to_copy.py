@@ -22,6 +22,8 @@ from tinyrl.config.schema import Config
 SCHEDULE_NAMES = ("lr_scheduler_type", "lr_scheduler")
 RANKS = ("r", "lora_r")  # of PEFT, TRL and unsloth
 MODULES = ("target_modules", "lora_target_modules")
+OF_LORA = (*RANKS, *MODULES, "lora_rank", "lora_alpha", "use_peft", "peft_config", "load_in_4bit", "full_finetuning")
+OF_OTHERS = (*OF_TRL, "adv_estimator", "rollout.n", "pretrain")  # names of trainers that train all weights
 WITHOUT = {  # what there is without a setting that a run of one's own needs
     "model.path": "without it the embedded model is trained",
     "task.data": "a run of your own needs rows",
@@ -169,12 +171,16 @@ def remarks(copies: Mapping[str, Copy], given: ForeignNames) -> list[str]:
     lines = list[str]()
     if divided:
         each = given.updates
-        lines.append(f"divided by {each}, as a step here has {each} of TRL's optimizer steps: {', '.join(divided)}")
+        how = f"divided by {each}, as a step here has {each} of TRL's optimizer steps" if each > 1 else "in steps"
+        lines.append(f"{how}: {', '.join(divided)}")
     lines += dict.fromkeys(copy.counted for copy in copies.values() if copy.counted)
     if OF_TRL & {*given.values} and not given.has(*SCHEDULE_NAMES):
         lines.append(
             "without lr_scheduler_type TRL's schedule is linear, and here it is constant: optim.schedule=linear"
         )
+    says_lora = given.has(*OF_LORA, "lora") or any(setting.startswith("lora.") for setting in given.ours)
+    if given.has(*OF_OTHERS) and not says_lora and given.method != "reward":
+        lines.append("without a peft_config or a rank all weights are trained there, and LoRA here: lora.enabled=false")
     is_of_peft = given.has(*RANKS) and "lora.target_modules" not in given.ours
     if is_of_peft and not given.has(*MODULES):
         lines.append("without target_modules PEFT adapts q_proj and v_proj of most models, this all linear layers")

@@ -87,8 +87,6 @@ def given_fields(config: object) -> dict[str, Any]:
 def given_names(config: object) -> dict[str, Any]:
     """Return the fields that were given to a configuration of TRL, by the names that a person would type."""
     given = {RENAMED.get(name, name): value for name, value in given_fields(config).items()}
-    if given.get("eval_strategy") == "steps":
-        del given["eval_strategy"]  # every eval_steps
     loaded_with = given.get("model_init_kwargs")
     if isinstance(loaded_with, dict) and {*loaded_with} <= {"dtype", "torch_dtype"}:
         given["torch_dtype"] = next(iter(loaded_with.values()))
@@ -136,7 +134,11 @@ def settings_of(
         adapter, given_too = of_adapter(peft_config)
         values |= adapter | given_too
         typed |= adapter | given_too
-    given = ForeignNames(method, values)
+    trains_all = peft_config is None and method != "reward"
+    beside: dict[str, Any] = {"method": method, "model": {"path": model} if model else {}}
+    if trains_all:
+        beside["lora"] = {"enabled": False}
+    given = ForeignNames(method, values, frozenset({"lora.enabled"} if trains_all else ()))
     copies = dict[str, Copy]()
     notes = list[str]()
     refused = dict[str, str]()
@@ -155,10 +157,6 @@ def settings_of(
             notes.append(answer.in_words(name, name, method))
         else:
             refused[name] = answer.in_words(name, name, method)
-    trains_all = peft_config is None and method != "reward"
-    beside: dict[str, Any] = {"method": method, "model": {"path": model} if model else {}}
-    if trains_all:
-        beside["lora"] = {"enabled": False}
     line = line_of(copies, given, beside)
     for name, why in line.without.items():
         if name in line.needless and name in typed:

@@ -81,7 +81,8 @@ WITHOUT_SETTING = (
     ),
     Foreign(
         "delta clip_ratio_c dual_clip top_entropy_quantile sapo_temperature_neg sapo_temperature_pos "
-        "off_policy_mask_threshold rpo_alpha ld_alpha use_weighting neftune_noise_alpha center_rewards_coefficient "
+        "off_policy_mask_threshold rpo_alpha ld_alpha f_divergence_type "
+        "loss_weights use_weighting neftune_noise_alpha center_rewards_coefficient "
         "aux_loss_coef",
         cannot_be_set("no loss here has that term"),
     ),
@@ -134,13 +135,18 @@ WITHOUT_SETTING = (
         not_needed("a run is one process per GPU, with whole weights in each"),
     ),
     Foreign(
-        "tokenizer processing_class reward_processing_classes tokenizer_name_or_path",
-        not_needed("the tokenizer is that of the model"),
+        "tokenizer processing_class reward_processing_classes tokenizer_name_or_path dataset_streaming "
+        "activation_offloading precompute_ref_log_probs use_logits_to_keep padding_value truncation_mode",
+        not_needed("the tokenizer is that of the model, and rows are read and padded as it needs them"),
     ),
     Foreign(
         "callbacks optimizers data_collator compute_metrics preprocess_logits_for_metrics formatting_func "
         "compute_loss_func",
         cannot_be_set("a run has no such code; a function of reward.functions is Python, and so is a task"),
+    ),
+    Foreign(
+        "eos_token pad_token chat_template_path",
+        cannot_be_set("the files of the model's tokenizer have them"),
     ),
     Foreign(
         "gradient_checkpointing_kwargs",
