@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyrl.config.aliases import ALIASES, reader_of
-from tinyrl.config.foreign_names import Counterpart, answer_of, home_of
-from tinyrl.config.foreign_values import Copy, ForeignNames, Option, Values, batch_size
+from tinyrl.config.foreign_names import Counterpart, answer_of, home_of, setting_named
+from tinyrl.config.foreign_values import Copy, ForeignNames, KlSwitch, Option, Values, batch_size
 from tinyrl.config.given import settings_in
 from tinyrl.config.line_to_copy import copy_of, copy_of_own, line_of, lines_to_copy
 from tinyrl.config.methods import is_method
+from tinyrl.config.settings import fields_of
 from tinyrl.config.yaml_reader import parse_plain
 
 HOW_WRITTEN = "Settings are written section.key=value"
@@ -37,7 +38,7 @@ def answer_to_options(
     if not known:
         return ""
     beside = {"method": method, **(values or {})}
-    foreign = {name: _value(name, options[name]) for name in known}
+    foreign = {name: _value(name, options[name], method) for name in known}
     given = ForeignNames(method, foreign, frozenset(settings_in(beside)))
     copies = dict[str, Copy]()
     lines = [f"{HOW_WRITTEN}, without --"]
@@ -80,7 +81,7 @@ def answer_to_option(name: str, words: Sequence[str], method: object) -> str:
         return f"That is {shlex.join([read.option, *([] if read.is_flag else [' '.join(words) or PLACEHOLDER])])}"
     text = ""
     if read is not batch_size:  # one of several sizes that are one here
-        given = ForeignNames(method, {name: _value(name, words)})
+        given = ForeignNames(method, {name: _value(name, words, method)})
         text = line_of({name: copy_of(name, answer.setting, given.values[name], given)}, given, {}).text
     return f"{HOW_WRITTEN}: {text}" if text else answer.as_sentence(name, name, method)
 
@@ -93,14 +94,25 @@ def _answer_and_home(name: str, method: object) -> tuple[Counterpart, str | None
     return answer, home if is_own else None
 
 
-def _value(name: str, words: Sequence[str]) -> Any:
+def _value(name: str, words: Sequence[str], method: object) -> Any:
     """Return the value of an option, a list of several words; a flag is true where the name is a switch."""
     if not words:
-        read = reader_of(name) if name in ALIASES else None
-        is_switch = not isinstance(read, Values) or "true" in read.lines
-        return True if is_switch else PLACEHOLDER
+        return True if _is_switch(name, method) else PLACEHOLDER
     found = [_parsed(word, name) for word in words]
     return found if len(found) > 1 else found[0]
+
+
+def _is_switch(name: str, method: object) -> bool:
+    """Return whether a name without a value says something."""
+    read = reader_of(name) if name in ALIASES else None
+    if isinstance(read, Values):
+        return "true" in read.lines
+    if isinstance(read, KlSwitch):
+        return True
+    if isinstance(read, Option):
+        return read.is_flag
+    section, _, key = setting_named(name, method).partition(".")
+    return fields_of(section).get(key, {}).get("type") == "boolean"
 
 
 def _parsed(word: str, name: str) -> Any:
