@@ -210,6 +210,21 @@ def test_a_name_is_of_the_methods_own_section_first(key: str, method: str | None
     assert home_of(key, method) == home
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("num_generation=4", "`num_generations`, here `ppo.group_size`"),  # and not the section `generation`
+        ("NUM-GENERATIONS=4", "`num_generations`, here `ppo.group_size`"),
+        ("ppo.num_generation=4", "`num_generations`, here `ppo.group_size`"),
+        ("learning_rat=1", "`optim.learning_rate`"),
+        ("critic.pth=x", "`critic.path`"),  # of its own section first
+        ("generatio.x=1", "`generation`"),
+    ],
+)
+def test_a_slip_is_answered_with_the_nearest_name_of_any_library(given: str, meant: str) -> None:
+    assert f"Did you mean {meant}" in refused("ppo", "task.name=sort", given)
+
+
 def told(*words: str) -> str:
     result = CliRunner().invoke(app, [*words])
     assert result.exit_code == 2
@@ -226,6 +241,13 @@ def test_options_are_answered_together() -> None:
         "'reward.functions=[{use: a:b}, {use: c.py:d}]'"
     )
     assert "`nmae` is unknown" in found
+
+
+def test_a_slip_in_an_option_is_answered_with_what_is_nearest() -> None:
+    assert "`num_generations`, here `grpo.group_size`" in told("train", "grpo", "--num-generation", "4")
+    assert "--name" in told("train", "grpo", "--nam", "x")  # an option of the command's own
+    assert "run.seed=3" in told("train", "grpo", "--seed", "3")  # near --seeds, and a setting
+    assert "mean" not in told("train", "grpo", "--qqq", "x")
 
 
 def test_an_option_behind_a_switch_is_not_its_value() -> None:
@@ -256,5 +278,7 @@ def test_a_section_that_is_a_name_is_answered_in_a_recipe(tmp_path: Path, text: 
     file.write_text(f"method: grpo\ntask: {{name: sort}}\n{text}")
     with pytest.raises(UnknownSettings, match=r"(?s)r\.yaml:3.*to copy: (reward\.model|model\.path)=m"):
         load_config("grpo", str(file), overrides=[])
+    with pytest.raises(ValueError, match=r"`sft` is 3"):
+        load_config("grpo", None, overrides=["task.name=sort", "sft=3"])
     file.write_text("method: grpo\ntask: {name: sort}\nreward_model: {batch_size: 4}\n")
     assert load_config("grpo", str(file), overrides=[]).method == "grpo"

@@ -24,7 +24,7 @@ from tinyrl.config.methods import is_method
 from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Signalled, Stop, UnknownSettings, no_memory
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
-from tinyrl.text import escape_control
+from tinyrl.text import escape_control, nearest
 from tinyrl.urls import mask_url
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class CommandWithSettings(TyperCommand):
             for one in self.get_params(ctx):
                 own |= {*one.opts, *one.secondary_opts}
             options = unknown_options(args, own)
-            answer = answer_for(options, args, trains=ctx.info_name in TRAINING) if options else ""
+            answer = answer_for(options, args, own=own, trains=ctx.info_name in TRAINING)
             if answer:
                 ctx.fail(f"No such option: {', '.join(options)}. {answer}")
         return super().parse_args(ctx, args)
@@ -92,11 +92,14 @@ def unknown_options(args: Sequence[str], own: Collection[str]) -> dict[str, list
     return found
 
 
-def answer_for(options: Mapping[str, Sequence[str]], args: list[str], *, trains: bool) -> str:
-    """Return how settings that were given as options are written; "" where no library has them. trains: of a command
-    that takes all settings, and not those of sampling alone.
+def answer_for(options: Mapping[str, Sequence[str]], args: list[str], *, own: Collection[str], trains: bool) -> str:
+    """Return how settings that were given as options are written; "" where no library has them, and where each is
+    nearly one of the command's own, which typer names. trains: of a command that takes all settings, and not those of
+    sampling alone.
     """
-    from tinyrl.config.foreign_names import setting_named  # with the schema: not for --help
+    if not options:
+        return ""
+    from tinyrl.config.foreign_names import is_name, setting_named  # with the schema: not for --help
     from tinyrl.config.foreign_options import answer_to_options
     from tinyrl.config.given import apply_overrides
     from tinyrl.config.recipe import missing_of_own, names_own
@@ -108,6 +111,8 @@ def answer_for(options: Mapping[str, Sequence[str]], args: list[str], *, trains:
         values = apply_overrides({}, overrides)
     missing = [] if method is None or names_own(overrides) else missing_of_own(method, overrides)
     typed = {option.lstrip("-").replace("-", "_"): words for option, words in options.items()}
+    if not any(is_name(name, method) for name in typed) and all(nearest(one, own, cutoff=0.8) for one in options):
+        return ""
     if not trains:
         typed = {name: words for name, words in typed.items() if setting_named(name, method).startswith(OF_SAMPLING)}
     return answer_to_options(typed, method, values=values, missing=missing)

@@ -11,14 +11,14 @@ from typing import Any
 from pydantic import ValidationError
 
 from tinyrl.config.aliases import ALIASES
-from tinyrl.config.foreign_names import alias_of, answer_of, home_of
+from tinyrl.config.foreign_names import alias_of, answer_of, home_of, meant_by
 from tinyrl.config.foreign_values import FUNCTION, Copy, ForeignNames
 from tinyrl.config.given import Given, apply_overrides, settings_in
 from tinyrl.config.line_to_copy import copy_of, copy_of_own, lines_to_copy
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.settings import SECTIONS, KeyPath, allowed, dotted_name, fields_in, walk, words_of
-from tinyrl.text import did_you_mean, join_truncated, truncate
+from tinyrl.text import did_you_mean, join_truncated, nearest, truncate
 
 MOST_SENTENCES = 3
 UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names of problems
@@ -50,10 +50,9 @@ def explain(error: ValidationError, values: dict[str, Any], given: Given, *, mis
     problems = error.errors(include_url=False)
     places = given.places
     method = values.get("method")
-    if missing:
-        values = apply_overrides({"method": method}, places.overrides)
-        given = Given(values)
-    ours = settings_in(_without_unknown(given.values, problems))
+    typed = apply_overrides({"method": method}, places.overrides)
+    beside = typed if missing else values
+    ours = settings_in(_without_unknown(typed if missing else given.values, problems))
     names = ForeignNames(method, _foreign(problems), frozenset(ours))
     for problem in problems:
         for one in _problems(problem, names):
@@ -71,7 +70,7 @@ def explain(error: ValidationError, values: dict[str, Any], given: Given, *, mis
         most = MOST_SENTENCES - (len(lines) == MOST_SENTENCES)
     lines += [places.sentence(one.refusal) for one in others[:most]]
     copies = {one.name: one.copy for one in unknown if one.copy is not None}
-    return "\n".join(lines + lines_to_copy(copies, names, values=_without_unknown(values, problems), missing=missing))
+    return "\n".join(lines + lines_to_copy(copies, names, values=_without_unknown(beside, problems), missing=missing))
 
 
 def is_foreign(problem: Any) -> bool:
@@ -168,7 +167,10 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
         near = f" Did you mean `{home}`?"
         copy = copy_of_own(last, home, value, given)
     else:
-        near = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
+        of_section = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
+        is_of_section = bool(parents) and nearest(str(key), known, cutoff=0.8) != ""
+        elsewhere = "" if in_item or is_of_section else meant_by(last, given.method)
+        near = elsewhere or of_section
     sentence = f"unknown key `{name}`.{near or f' Known: {join_truncated(known, most=40)}'}"
     return Problem(
         Refusal((dotted,), sentence), f"`{dotted}` is unknown.{near}" if near else f"`{dotted}` is unknown", copy

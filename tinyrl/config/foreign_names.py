@@ -11,6 +11,7 @@ from tinyrl.config.foreign_row import Ours
 from tinyrl.config.foreign_values import batch_size, under_method
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list, is_method
 from tinyrl.config.settings import SECTIONS, fields_of
+from tinyrl.text import nearest
 
 DOTTED = re.compile(r"\b[a-z_]+\.[a-z_]+\b")  # a setting in a text, or the name of a file
 NONE = Ours()
@@ -106,6 +107,11 @@ def alias_of(parts: Sequence[object]) -> str | None:
     return next((end for end in ends if end in ALIASES and (is_alone or end not in SECTIONS)), None)
 
 
+def is_name(name: str, method: object) -> bool:
+    """Return whether another library has a name, or a section that counts for the method."""
+    return name in ALIASES or home_of(name, method) is not None
+
+
 def setting_named(name: str, method: object) -> str:
     """Return the setting that a name without a section is: another library's, or ours but for the section; "" where
     there is none.
@@ -113,3 +119,16 @@ def setting_named(name: str, method: object) -> str:
     setting = answer_of(name, method).setting if name in ALIASES else ""
     is_own = not setting and (name not in ALIASES or not is_method(method))
     return (home_of(name, method) or "") if is_own else setting
+
+
+def meant_by(name: str, method: object) -> str:
+    """Return " Did you mean ...?" with the nearest name of a setting, ours without a section or another library's, and
+    what that is here; "" where none is near.
+    """
+    names = [*(key for section in SECTIONS for key in fields_of(section)), *ALIASES]
+    settings = {each: setting_named(each, method) for each in names if "." not in each}
+    near = nearest(name.replace("-", "_"), [each for each, setting in settings.items() if setting], cutoff=0.8)
+    if not near:
+        return ""
+    is_own = settings[near].endswith(f".{near}")
+    return f" Did you mean `{settings[near]}`?" if is_own else f" Did you mean `{near}`, here `{settings[near]}`?"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyrl.config.aliases import ALIASES, reader_of
-from tinyrl.config.foreign_names import Counterpart, answer_of, home_of, setting_named
+from tinyrl.config.foreign_names import Counterpart, answer_of, home_of, is_name, meant_by, setting_named
 from tinyrl.config.foreign_values import Copy, ForeignNames, KlSwitch, Option, Values, batch_size
 from tinyrl.config.given import settings_in
 from tinyrl.config.line_to_copy import copy_of, copy_of_own, line_of, lines_to_copy
@@ -26,23 +26,24 @@ def answer_to_options(
     values: Mapping[str, Any] | None = None,
     missing: Sequence[str] = (),
 ) -> str:
-    """Return how settings that were given as options are written, or why there are none; "" where no library has one.
+    """Return how settings that were given as options are written, or why there are none; which were meant, where none
+    is one; "" where none is near.
 
     options: by name, the words behind each; values: what is given beside them; missing: settings that a run of one's
     own needs besides.
     """
     options = dict(_switched_off(name, words) for name, words in options.items())
-    known = [name for name in options if name in ALIASES or home_of(name, method) is not None]
+    known = [name for name in options if is_name(name, method)]
     if len(known) == 1:
         return answer_to_option(known[0], options[known[0]], method)
     if not known:
-        return ""
+        return "".join(meant_by(name, method) for name in options).strip()
     beside = {"method": method, **(values or {})}
     foreign = {name: _value(name, options[name], method) for name in known}
     given = ForeignNames(method, foreign, frozenset(settings_in(beside)))
     copies = dict[str, Copy]()
     lines = [f"{HOW_WRITTEN}, without --"]
-    lines += [f"`{name}` is unknown" for name in options if name not in known]
+    lines += [f"`{name}` is unknown.{meant_by(name, method)}" for name in options if name not in known]
     for name in known:
         answer, home = _answer_and_home(name, method)
         if home is not None:

@@ -63,15 +63,16 @@ def line_of(copies: Mapping[str, Copy], given: ForeignNames, values: Mapping[str
     """Return the line to copy in place of names. values: what is given beside them, over which the line is tried."""
     words = dict[str, str]()
     names = dict[str, str]()  # of other libraries, by the setting of their word
-    by_name = dict[str, bool]()  # whether a switch gives a setting, or a value, which says more
+    has_value = dict[str, bool]()  # of the settings in the line; others have a switch, which says less
     for copy in copies.values():
         for setting in _words_of(copy.line):
-            by_name[setting] = by_name.get(setting, True) and copy.is_switch
+            has_value[setting] = has_value.get(setting, False) or not copy.is_switch
     for name, copy in copies.items():
-        own = {setting: word for setting, word in _words_of(copy.line).items() if copy.is_switch == by_name[setting]}
+        line = _words_of(copy.line)
         brought = _words_of(copy.brings)
-        besides = {setting: word for setting, word in brought.items() if setting not in {*by_name, *given.ours}}
-        words |= own | besides
+        own = {setting: word for setting, word in line.items() if copy.is_switch != has_value[setting]}
+        words |= own
+        words |= {setting: word for setting, word in brought.items() if setting not in {*has_value, *given.ours}}
         names |= dict.fromkeys(own, name)
     without = {name: copy.without for name, copy in copies.items() if copy.without}
     needless = {name for name, copy in copies.items() if copy.is_needless}
@@ -109,6 +110,7 @@ def _tried(words: dict[str, str], values: Mapping[str, Any]) -> dict[str, _LeftO
 
 
 def _refused(words: Mapping[str, str], values: Mapping[str, Any]) -> Iterator[tuple[str, _LeftOut]]:
+    """Yield the settings of words that would have no effect over these values, or be refused."""
     overrides = [shlex.split(word)[0] for setting, word in words.items() if not setting.startswith("--")]
     try:
         given = Given(dict(values)).over(overrides)
