@@ -278,7 +278,8 @@ def test_a_section_that_is_a_name_is_answered_in_a_recipe(tmp_path: Path, text: 
     file.write_text(f"method: grpo\ntask: {{name: sort}}\n{text}")
     with pytest.raises(UnknownSettings, match=r"(?s)r\.yaml:3.*to copy: (reward\.model|model\.path)=m"):
         load_config("grpo", str(file), overrides=[])
+    file.write_text("method: grpo\ntask: {name: sort}\nsft: 3\n")
     with pytest.raises(ValueError, match=r"`sft` is 3"):
-        load_config("grpo", None, overrides=["task.name=sort", "sft=3"])
+        load_config("grpo", str(file), overrides=[])
     file.write_text("method: grpo\ntask: {name: sort}\nreward_model: {batch_size: 4}\n")
     assert load_config("grpo", str(file), overrides=[]).method == "grpo"

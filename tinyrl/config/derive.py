@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from tinyrl.config.conflicts import conflicts, contradictions
 from tinyrl.config.effect import given_settings, without_effect
 from tinyrl.config.explain import explain, is_foreign
-from tinyrl.config.given import Given, apply_overrides, settings_in
+from tinyrl.config.given import Given, apply_overrides, override_value, settings_in
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
 from tinyrl.config.removed import REMOVED, ignore_neutral, with_newer
@@ -63,7 +63,8 @@ def check_overrides(method: str, overrides: Sequence[str]) -> None:
         setting, _, text = override.partition("=")
         section, _, name = setting.partition(".")
         is_other = section in OPTIONAL_SECTIONS and section not in METHODS[method].sections
-        if section == "method" or (is_other and name):
+        is_name = not name and isinstance(override_value(setting, text, setting), str)  # as of TRL: reward_model=NAME
+        if section == "method" or (is_other and not is_name):
             if setting in REMOVED:  # whatever is trained
                 raise REMOVED[setting].refusal(setting, text)
             own = METHODS[method].section
