@@ -225,6 +225,14 @@ def test_a_slip_is_answered_with_the_nearest_name_of_any_library(given: str, mea
     assert f"Did you mean {meant}" in refused("ppo", "task.name=sort", given)
 
 
+def test_a_name_of_verl_below_a_section_of_another_method_is_answered() -> None:
+    for name, setting in (("reward_model.enable", "reward.functions"), ("reward_model.model.path", "reward.model")):
+        with pytest.raises(ValueError, match=rf"`{name}` is not a setting: .*{setting}"):
+            load_config("ppo", None, overrides=["task.name=sort", f"{name}=m"])
+    with pytest.raises(ValueError, match="is not a section of `train ppo`"):
+        load_config("ppo", None, overrides=["task.name=sort", "reward_model.batch_size=4"])
+
+
 def told(*words: str) -> str:
     result = CliRunner().invoke(app, [*words])
     assert result.exit_code == 2

@@ -274,7 +274,11 @@ TABLE = (
         },
     ),
     Foreign("lr_scheduler_type lr_scheduler", setting("optim.schedule"), read=SCHEDULES),
-    Foreign("critic.optim.lr", setting("optim.critic_learning_rate")),
+    Foreign(
+        "critic.optim.lr",
+        setting("optim.critic_learning_rate"),
+        under=dict.fromkeys(("grpo", "distill", "sft", "reward", "dpo"), cannot_be_set("it has no critic")),
+    ),
     Foreign("grad_clip max_norm", setting("optim.max_grad_norm")),
     Foreign(
         "max_steps total_training_steps total_episodes",
@@ -472,7 +476,10 @@ TABLE = (
         setting("reward.functions", ": [{use: file.py:function, weight: 0.5}]"),
         read=reward_weights,
     ),
-    Foreign("reward_model_path reward_pretrain reward_model_name_or_path reward_model", setting("reward.model")),
+    Foreign(
+        "reward_model_path reward_pretrain reward_model_name_or_path reward_model reward_model.model.path",
+        setting("reward.model"),
+    ),
     Foreign("overlong_buffer_len", setting("reward.overlong_tokens")),
     Foreign(
         "mask_truncated_completions",

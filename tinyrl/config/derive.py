@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from tinyrl.config.conflicts import conflicts, contradictions
 from tinyrl.config.effect import given_settings, without_effect
 from tinyrl.config.explain import explain, is_foreign
+from tinyrl.config.foreign_names import alias_of, answer_of
 from tinyrl.config.given import Given, apply_overrides, override_value, settings_in
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.refusal import Places, Refusal, Source, raise_first, refusals_at
@@ -63,10 +64,13 @@ def check_overrides(method: str, overrides: Sequence[str]) -> None:
         setting, _, text = override.partition("=")
         section, _, name = setting.partition(".")
         is_other = section in OPTIONAL_SECTIONS and section not in METHODS[method].sections
-        is_name = not name and isinstance(override_value(setting, text, setting), str)  # as of TRL: reward_model=NAME
-        if section == "method" or (is_other and not is_name):
+        is_value = not name and not isinstance(override_value(setting, text, setting), dict | list | None)
+        if section == "method" or (is_other and not is_value):  # of TRL: reward_model=NAME
             if setting in REMOVED:  # whatever is trained
                 raise REMOVED[setting].refusal(setting, text)
+            alias = alias_of(setting.split("."))
+            if alias is not None and name and name not in fields_of(section):  # verl's reward_model.enable
+                raise Refusal((setting,), answer_of(alias, method).as_sentence(setting, alias, method))
             own = METHODS[method].section
             meant = f" Did you mean `{own}.{name}`?" if name in fields_of(own) else ""
             raise Refusal((setting,), f"`{section}` is not a section of `train {method}`.{meant}")

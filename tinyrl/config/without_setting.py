@@ -101,6 +101,10 @@ WITHOUT_SETTING = (
         "reward_clip_range whiten_rewards",
         cannot_be_set("rewards are not clipped or whitened, but for what a function of reward.functions does"),
     ),
+    Foreign(
+        "reward_model.enable reward_model.reward_manager reward_model.strategy reward_model.micro_batch_size_per_gpu",
+        not_needed("reward.functions and reward.model are what rewards"),
+    ),
     Foreign("nll_loss_coef", cannot_be_set("no loss of pairs here has that term but orpo")),
     Foreign(
         "peft_config",
