@@ -12,7 +12,8 @@ import typer
 from typer.cli import get_docs_for_click
 
 from tinyrl.cli.commands import app
-from tinyrl.config.aliases import TABLE, Foreign, Ours
+from tinyrl.config.aliases import TABLE
+from tinyrl.config.foreign_row import Foreign, Ours
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, and_list
 from tinyrl.config.schema import Config
 from tinyrl.config.settings import SECTIONS, describe
@@ -22,8 +23,10 @@ NOTE = "<!-- Written by docs/generate.py. Do not edit. -->\n\n"
 TRL = """
 ## Coming from TRL
 
-A `GRPOConfig`, and the same run here. Give its names as settings (`tinyrl train grpo num_generations=8 beta=0.04`), and
-the message ends with the line to copy. It says which names are not in that line, and which counts were divided.
+A `GRPOConfig`, and the same run here. Give its names as settings (`tinyrl train grpo num_generations=8 beta=0.04`) or
+as options (`--num_generations 8`), and the message ends with the line to copy. A name brings TRL's default along where
+it decides another setting: `epsilon=0.2` is both clips. The line is tried first: what would be refused or have no
+effect is not in it, and the message says why, and which counts were divided.
 From Python the object itself is taken, with what TRL's trainer takes beside it: `tinyrl.from_trl(GRPOConfig(...),
 model=..., peft_config=..., reward_funcs=[f], train_dataset=rows).train()`. TRL's defaults of what decides the result
 hold, and without a `peft_config` the whole model trains; what cannot be taken is named, all at once.
@@ -112,7 +115,7 @@ NAMES = """
 
 A setting given by such a name is refused; the message has the name here, and at its end the line to copy. The end of
 a dotted name is enough: `rollout.n` is verl's `actor_rollout_ref.rollout.n`. Most settings of `grpo` have the same name
-under `ppo`.
+under `ppo`. A section that is given as a name (`model=NAME`) is answered in the same way.
 """
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from tests.rewards.judge_server import Judge
 from tests.tiny_models import tiny_model
 from tinyrl.cli.commands import app
+from tinyrl.config.aliases import ALIASES
 from tinyrl.config.recipe import load_config, packaged_recipes
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.config.settings import SECTIONS, fields_of
@@ -76,7 +77,8 @@ def test_commands_settings_recipes_and_files_are_there(page: str):
             assert {*recipes} - named <= {*packaged_recipes()}, line
     prose = re.sub(r"^```python\n.*?^```", "", PAGES[page], flags=re.DOTALL | re.MULTILINE)
     settings = re.findall(rf"(?<=[`' (])((?:{'|'.join(SECTIONS)})\.[a-z_.]+)", prose)
-    for section, *fields in (word.rstrip(".").split(".") for word in settings if not word.endswith(".py")):
+    shown = [word.rstrip(".") for word in settings if not word.endswith(".py")]
+    for section, *fields in (word.split(".") for word in shown if word not in ALIASES):
         assert len(fields) != 1 or fields[0] in fields_of(section), f"{section}.{fields}"
     for file in re.findall(r"(?<![\w/.])((?:recipes|tests|tinyrl|examples|benchmarks)/[\w./-]+\.\w+)\b", PAGES[page]):
         assert (ROOT / file).is_file(), file

@@ -443,15 +443,13 @@ def from_trl(
     args: a GRPOConfig, PPOConfig, SFTConfig, DPOConfig or RewardConfig; model: a folder or a hub name; peft_config:
     PEFT's LoraConfig, without one the whole model trains, as in TRL; reward_funcs: functions, with the `reward_weights`
     of args, and a reward model by its folder or hub name; datasets: of `datasets`, or whatever `rows` of `train` takes.
-    leave_out: fields to ignore that cannot be taken, and so with others: further arguments of TRL's trainer. Raises
-    ValueError, which names all that cannot be taken.
+    leave_out: fields to ignore that cannot be taken; others: further arguments of TRL's trainer, such as a PPOTrainer's
+    reward_model, by its folder or hub name. Raises ValueError, which names all that cannot be taken.
     """
-    taken = settings_of(args, peft_config)
+    given_too = {name: value for name, value in others.items() if value is not None}
+    taken = settings_of(args, peft_config, model=model, others=given_too)
     notes = [*taken.notes]
-    if others.pop("processing_class", None) is not None:
-        notes.append("processing_class is not needed: the tokenizer is that of the model")
-    why_not = taken.refused | {name: f"`{name}` of TRL's trainer is not taken" for name in others}
-    refused = [why for name, why in why_not.items() if name not in leave_out]
+    refused = [why for name, why in taken.refused.items() if name not in leave_out]
     if refused:
         raise ValueError("\n".join([*refused, "from_trl(leave_out=[...]) ignores the fields that it names"]))
     settings = dict(taken.settings)

@@ -103,5 +103,12 @@ def first_line(error: BaseException) -> str:
 
 def did_you_mean(word: str, known: list[str]) -> str:
     """Return " Did you mean `...`?" with the nearest known name; "" where none is near."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean `{close[0]}`?" if close else ""
+    near = nearest(word, known, cutoff=0.6)
+    return f" Did you mean `{near}`?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float) -> str:
+    """Return the known name that is most similar to a word, whatever their case; "" where none is near enough."""
+    by_spelling = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), [*by_spelling], n=1, cutoff=cutoff)
+    return by_spelling[close[0]] if close else ""

@@ -68,6 +68,28 @@ class SFTConfig:
     loss_type: str = "nll"
 
 
+@dataclass
+class PPOConfig:
+    """The fields of TRL's PPOConfig that are read here, with its defaults."""
+
+    learning_rate: float = 5e-5
+    warmup_steps: float = 0
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    num_mini_batches: int = 1
+    total_episodes: int | None = None
+    response_length: int = 53
+    temperature: float = 0.7
+    num_ppo_epochs: int = 4
+    kl_coef: float = 0.05
+    vf_coef: float = 0.1
+    missing_eos_penalty: float | None = None
+    stop_token: str | None = None
+    reward_model_path: str = "EleutherAI/pythia-160m"
+
+
 def reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
@@ -113,7 +135,7 @@ def test_matrices_of_experts_are_taken_by_name() -> None:
 
 
 def test_all_that_cannot_be_taken_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"use_dora[^\n]*\n.*top_p"):
+    with pytest.raises(ValueError, match=r"top_p[^\n]*\n.*use_dora"):
         tinyrl.from_trl(GRPOConfig(top_p=0.9), peft_config=LoraConfig(use_dora=True))
     plan = tinyrl.from_trl(
         GRPOConfig(top_p=0.9), peft_config=LoraConfig(use_dora=True), leave_out=["top_p", "use_dora"]
@@ -125,6 +147,51 @@ def test_a_default_of_trls_that_the_method_does_not_have_is_not_refused() -> Non
     taken = settings_of(SFTConfig(max_steps=5), None)
     assert taken.refused == {}
     assert taken.settings["run.num_steps"] == 5
+
+
+def test_ppo_has_trls_sizes_and_its_own_coefficients() -> None:
+    given = PPOConfig(
+        gradient_accumulation_steps=2,
+        num_mini_batches=4,
+        total_episodes=40,
+        vf_coef=0.2,
+        missing_eos_penalty=1.0,
+        stop_token="eos",
+    )
+    taken = settings_of(given, LoraConfig(r=4))
+    settings = taken.settings
+    assert taken.refused == {}
+    assert (settings["ppo.num_prompts"], settings["ppo.minibatch_size"]) == (16, 4)
+    assert settings["run.num_steps"] == 3  # ceil(40 / 16)
+    assert "run.epochs" not in settings
+    assert (settings["ppo.kl_coef"], settings["optim.warmup_steps"]) == (0.05, 0)  # no teacher's, no critic's
+    assert (settings["generation.max_new_tokens"], settings["generation.temperature"]) == (53, 0.7)
+    assert settings["reward.truncated"] == "penalize"
+    assert "ppo.value_coef" not in settings  # the critic has a loss of its own
+    assert any("vf_coef" in note for note in taken.notes)
+
+
+def test_models_of_ppos_trainer_are_taken_by_name() -> None:
+    plan = tinyrl.from_trl(PPOConfig(), model="m", ref_model=None, reward_model="rm", value_model="v")
+    assert (plan.settings["reward.model"], plan.settings["critic.path"]) == ("rm", "v")
+    assert plan.settings["critic.kind"] == "separate"
+    with pytest.raises(ValueError, match="reward_model"):
+        tinyrl.from_trl(PPOConfig(), model="m", reward_model=object())
+
+
+def test_epochs_beside_steps_are_a_note() -> None:
+    taken = settings_of(GRPOConfig(max_steps=5, num_train_epochs=1), None)
+    assert taken.refused == {}
+    assert (taken.settings["run.num_steps"], "run.epochs" in taken.settings) == (5, False)
+    assert any("num_train_epochs" in note for note in taken.notes)
+
+
+def test_the_upper_clip_is_the_lower_one_but_for_cispo() -> None:
+    assert settings_of(GRPOConfig(epsilon=0.1), None).settings["grpo.clip_eps_high"] == 0.1
+    taken = settings_of(GRPOConfig(loss_type="cispo", epsilon_high=5.0), None)
+    assert taken.refused == {}
+    assert not [name for name in taken.settings if "clip" in name]
+    assert any("epsilon_high" in note for note in taken.notes)
 
 
 def test_an_object_of_another_kind_is_refused() -> None:
@@ -159,7 +226,7 @@ def test_a_reward_model_is_one_of_the_rewards() -> None:
 
 
 def test_an_argument_of_the_trainer_and_a_dropout_are_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"lora_dropout[^\n]*\n.*callbacks"):
+    with pytest.raises(ValueError, match=r"callbacks[^\n]*\n.*lora_dropout"):
         tinyrl.from_trl(GRPOConfig(), peft_config=LoraConfig(lora_dropout=0.1), callbacks=[])
 
 

@@ -24,7 +24,7 @@ def test_defaults_and_presets():
     assert (grpo.grpo.num_prompts, grpo.grpo.group_size, grpo.grpo.num_epochs) == (32, 8, 1)
     assert (grpo.generation.max_new_tokens, grpo.generation.temperature) == (256, 1.0)
     assert (grpo.run.num_steps, grpo.run.eval_every, grpo.run.save_every, grpo.run.keep_checkpoints) == (200, 25, 25, 3)
-    assert grpo == make("grpo", grpo={"preset": "dapo"}, lora=None, ppo={"no such": "field"}, sft=3)
+    assert grpo == make("grpo", grpo={"preset": "dapo"}, lora=None, ppo={"no such": "field"}, sft=None)
     assert ppo == make("ppo", ppo={"preset": "ppo"})
 
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over, read_written, with_num_steps
+from tinyrl.config.derive import derive, derive_over, read_written, with_num_steps
 from tinyrl.config.given import Given
 from tinyrl.config.method_sections import PRESETS
 from tinyrl.config.recipe import dump_config, dump_given, load_config, load_written_config
 from tinyrl.config.refusal import Source
 from tinyrl.config.removed import RENAMED
+from tinyrl.config.rules import AdapterFacts, ModelFacts
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_plain
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tinyrl.config.aliases import ALIASES, TABLE
-from tinyrl.config.foreign_names import answer_to_option
+from tinyrl.config.foreign_options import answer_to_option
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import METHODS_ELSEWHERE, find_recipe, load_config
 from tinyrl.config.settings import SECTIONS, fields_of
@@ -42,7 +42,7 @@ def test_an_answer_names_settings_of_the_method_alone(method: str):
         name = f"theirs.{alias}" if "." in alias else alias
         values = ("1", "true", "0.5", "sigmoid", "rloo", "-1")
         texts = [answer(method, f"{name}={value}") for value in values]
-        texts += [answer_to_option(alias, value, method) for value in (*values, None)]
+        texts += [answer_to_option(alias, words, method) for words in (*([value] for value in values), [])]
         itself = rf"(?<![\w.])({re.escape(name)}|{re.escape(alias)})(?!\w)"
         for text in texts:
             assert_settings_of(method, re.sub(itself, "NAME", text))
@@ -69,12 +69,12 @@ def test_a_row_of_the_table_is_about_methods_and_names_that_there_are():
 )
 def test_a_name_is_the_setting_of_the_method(method: str, alias: str, setting: str):
     assert answer(method, f"{alias}=16").splitlines()[-1] == f"to copy: {setting}=16"
-    assert answer_to_option(alias, "16", method).split()[-1] == f"{setting}=16"
+    assert answer_to_option(alias, ["16"], method).split()[-1] == f"{setting}=16"
 
 
 @pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_a_batch_that_two_libraries_count_otherwise_is_both_and_is_not_copied(method: str):
-    for text in (answer(method, "train_batch_size=16"), answer_to_option("train_batch_size", "16", method)):
+    for text in (answer(method, "train_batch_size=16"), answer_to_option("train_batch_size", ["16"], method)):
         assert settings_in(text) == [f"{method}.num_prompts", f"{method}.minibatch_size"]
         assert "=16" not in text.removeprefix("override 'train_batch_size=16'")
 
@@ -82,7 +82,7 @@ def test_a_batch_that_two_libraries_count_otherwise_is_both_and_is_not_copied(me
 @pytest.mark.parametrize(("method", "alias"), [("sft", "beta"), ("reward", "init_kl_coef"), ("grpo", "simpo_gamma")])
 def test_a_name_of_other_methods_is_answered_with_them(method: str, alias: str):
     others = {"beta": "grpo ppo distill dpo", "init_kl_coef": "grpo ppo", "simpo_gamma": "dpo"}[alias]
-    for text in (answer(method, f"{alias}=1"), answer_to_option(alias, "1", method)):
+    for text in (answer(method, f"{alias}=1"), answer_to_option(alias, ["1"], method)):
         assert re.findall(r"`train (\w+)`", text) == [method, *others.split()]
         assert settings_in(text) == []
 
@@ -90,18 +90,21 @@ def test_a_name_of_other_methods_is_answered_with_them(method: str, alias: str):
 @pytest.mark.parametrize(
     ("method", "given", "line"),
     [
-        ("ppo", ["use_kl_loss=true", "kl_estimator=k2"], "ppo.kl_estimator=k2"),  # as it was typed, once
-        ("ppo", ["kl_loss_type=k2", "use_kl_loss=true"], "ppo.kl_estimator=k2"),
-        ("ppo", ["use_kl_loss=true"], "ppo.kl_estimator=k3"),
+        # as it was typed, once; without a coefficient it is OpenRLHF's 0.01, or verl's 0.001
+        ("ppo", ["use_kl_loss=true", "kl_estimator=k2"], "ppo.kl_coef=0.01 ppo.kl_estimator=k2"),
+        ("ppo", ["kl_loss_type=k2", "use_kl_loss=true"], "ppo.kl_estimator=k2 ppo.kl_coef=0.001"),
+        ("ppo", ["use_kl_loss=true"], "ppo.kl_estimator=k3 ppo.kl_coef=0.001"),
         ("sft", ["lora_rank=0", "lora_alpha=16"], "lora.enabled=false"),  # OpenRLHF's full training
         ("sft", ["lora_rank=8", "lora_alpha=16"], "lora.r=8 lora.alpha=16"),
         ("ppo", ["pretrain=x", "reward_pretrain=y"], "model.path=x reward.model=y"),
         ("ppo", ["rollout_batch_size=64", "max_epochs=2"], "ppo.num_prompts=64 ppo.num_epochs=2"),
         ("ppo", ["eps_clip=0.1"], "ppo.clip_eps=0.1"),
-        ("grpo", ["advantage_estimator=dr_grpo", "eps_clip=0.1"], "grpo.preset=dr_grpo"),  # eps_clip is two settings
+        # OpenRLHF's clip is one for both sides, and its KL is in the reward
+        ("grpo", ["advantage_estimator=dr_grpo", "eps_clip=0.1"],
+         "grpo.advantage_scale=none grpo.kl_coef=0.01 grpo.kl_estimator=k1 grpo.clip_eps=0.1 grpo.clip_eps_high=0.1"),
         ("dpo", ["max_epochs=1", "ipo=true"], "run.epochs=1"),  # per token or summed
     ],
-)
+)  # fmt: skip
 def test_the_line_to_copy_has_each_setting_once(method: str, given: list[str], line: str):
     assert answer(method, *given).splitlines()[-1] == f"to copy: {line}"
 
@@ -116,6 +119,6 @@ def test_a_method_by_its_name_elsewhere_is_answered_with_what_trains():
         find_recipe("rmm")
 
 
-def test_a_preset_of_one_method_is_none_of_another():
-    assert "to copy: grpo.preset=rloo" in answer("grpo", "adv_estimator=rloo")
-    assert "preset=" not in answer("ppo", "adv_estimator=rloo")
+def test_an_estimator_of_one_method_is_none_of_another():
+    assert "to copy: grpo.advantage=leave-one-out" in answer("grpo", "adv_estimator=rloo")
+    assert "to copy" not in answer("ppo", "adv_estimator=rloo")

@@ -11,7 +11,7 @@ import select
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,10 +20,11 @@ import typer
 from typer.core import TyperCommand
 
 from tinyrl.cli.together import Rule, check_not_empty, check_together
+from tinyrl.config.methods import is_method
 from tinyrl.process.errors import MAY_BE_MEMORY, Interrupted, OutOfRoom, Signalled, Stop, UnknownSettings, no_memory
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
-from tinyrl.text import escape_control
+from tinyrl.text import escape_control, nearest
 from tinyrl.urls import mask_url
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ SPINS = "30000"
 ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}  # of torch; the second is the older name
 MOST_LINES = 6
 NEGATIVE = re.compile(r"-[\d.]+")  # a number, and no option
+TRAINING = ("train", "check")
+OF_SAMPLING = ("generation.", "task.", "reward.")  # settings of commands that do not train
+SETTING = re.compile(r"[a-z_]+(\.[\w.]+)?=")
 CTRL_C = 130  # exit code of a command that Ctrl-C ended with nothing to resume
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
@@ -58,25 +62,60 @@ class CommandWithSettings(TyperCommand):
     """A command that says how settings are written where one was given as an option."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        takes_settings = any("section.key=value" in (one.metavar or "") for one in self.params)
-        options = set[str]()
-        for one in self.get_params(ctx):
-            options |= {*one.opts, *one.secondary_opts}
-        for at, word in enumerate(args):
-            option, equals, value = word.partition("=")
-            if word == "--" or not takes_settings:
-                break
-            if not option.startswith("--") or option in options:
-                continue
-            from tinyrl.config.foreign_names import answer_to_option  # with the schema: not for --help
-
-            following = args[at + 1] if at + 1 < len(args) else "--"
-            has_value = not following.startswith("-") or NEGATIVE.fullmatch(following) is not None
-            typed = value if equals else following if has_value else None
-            answer = answer_to_option(option.lstrip("-").replace("-", "_"), typed, method_typed(args))
+        if any("section.key=value" in (one.metavar or "") for one in self.params):
+            own = set[str]()
+            for one in self.get_params(ctx):
+                own |= {*one.opts, *one.secondary_opts}
+            options = unknown_options(args, own)
+            answer = answer_for(options, args, own=own, trains=ctx.info_name in TRAINING)
             if answer:
-                ctx.fail(f"No such option: {option}. {answer}")
+                ctx.fail(f"No such option: {', '.join(options)}. {answer}")
         return super().parse_args(ctx, args)
+
+
+def unknown_options(args: Sequence[str], own: Collection[str]) -> dict[str, list[str]]:
+    """Return the options that are none of a command's own, with the words behind each: those of its value."""
+    found = dict[str, list[str]]()
+    words: list[str] | None = None  # behind an unknown option
+    for word in args:
+        option, equals, value = word.partition("=")
+        is_option = word.startswith("-") and NEGATIVE.fullmatch(word) is None
+        if word == "--":
+            break
+        if option.startswith("--") and option not in own:
+            words = found.setdefault(option, [value] if equals else [])
+            words = None if equals else words
+        elif is_option or SETTING.match(word) or is_method(word):
+            words = None
+        elif words is not None:
+            words.append(word)
+    return found
+
+
+def answer_for(options: Mapping[str, Sequence[str]], args: list[str], *, own: Collection[str], trains: bool) -> str:
+    """Return how settings that were given as options are written; "" where no library has them, and where each is
+    nearly one of the command's own, which typer names. trains: of a command that takes all settings, and not those of
+    sampling alone.
+    """
+    if not options:
+        return ""
+    from tinyrl.config.foreign_names import is_name, setting_named  # with the schema: not for --help
+    from tinyrl.config.foreign_options import answer_to_options
+    from tinyrl.config.given import apply_overrides
+    from tinyrl.config.recipe import missing_of_own, names_own
+
+    method = method_typed(args)
+    overrides = [word for word in args if SETTING.match(word)]
+    values = dict[str, Any]()
+    with suppress(ValueError):  # of which its own command tells
+        values = apply_overrides({}, overrides)
+    missing = [] if method is None or names_own(overrides) else missing_of_own(method, overrides)
+    typed = {option.lstrip("-").replace("-", "_"): words for option, words in options.items()}
+    if not any(is_name(name, method) for name in typed) and all(nearest(one, own, cutoff=0.8) for one in options):
+        return ""
+    if not trains:
+        typed = {name: words for name, words in typed.items() if setting_named(name, method).startswith(OF_SAMPLING)}
+    return answer_to_options(typed, method, values=values, missing=missing)
 
 
 def method_typed(args: list[str]) -> str | None:

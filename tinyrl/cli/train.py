@@ -81,23 +81,30 @@ def train(
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
-        from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
-
-        config = typed_config(words)
-        output_dir = output_dir or "runs"
-        if main:
-            check_new_run(output_dir, name=name, overwrite=overwrite)
-        prepared = prepare(config)
-        from tinyrl.training import launch  # with torch
-
-        try:
-            run = launch.start(prepared, output_dir=output_dir, overwrite=overwrite, **how)
-        except (ExplainedByCheck, OutOfRoom) as error:
-            advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
-            raise type(error)(f"{error}\n{advice}") from error
+        run = started(words, output_dir=output_dir or "runs", overwrite=overwrite, **how)
     from tinyrl.tools.report import write_report  # with jinja2
 
     return partial(run.go, report=write_report)
+
+
+def started(
+    words: list[str], *, options: Options, output_dir: str, name: str | None, overwrite: bool, **how: Any
+) -> Run:
+    """Load a new run of what the command line asks for."""
+    from tinyrl.rollout.prepared import prepare  # with the tasks: not for --help
+
+    config = typed_config(words)
+    if launched().rank == 0:
+        check_new_run(output_dir, name=name, overwrite=overwrite)
+    prepared = prepare(config)
+    from tinyrl.training import launch  # with torch
+
+    where: dict[str, Any] = {"output_dir": output_dir, "name": name, "overwrite": overwrite}
+    try:
+        return launch.start(prepared, options=options, **where, **how)
+    except (ExplainedByCheck, OutOfRoom) as error:
+        advice = "for details: `tinyrl check` with the method and settings of this run (memory: --offline)"
+        raise type(error)(f"{error}\n{advice}") from error
 
 
 def print_finished(run: RunDir) -> None:

@@ -1,72 +1,59 @@
 """Names of settings in TRL, verl, OpenRLHF, PEFT and transformers: what each is here, and how its value is read.
 
-A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. A setting of
-grpo is that of the same name under a method that has one; what differs more is in `under`. A message ends with the line
-to copy, which the readers (foreign_values.py) write, and names what is not in it.
+A name with dots stands for the end of a dotted one: `rollout.n` is verl's actor_rollout_ref.rollout.n. That of a
+section stands for the section given as a value: `model=NAME`. A setting of grpo is that of the same name under a method
+that has one; what differs more is in `under`. A message ends with the line to copy, which the readers
+(foreign_values.py) write, with what a name brings along (foreign_defaults.py), and names what is not in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
+from tinyrl.config.foreign_row import Foreign, cannot_be_set, setting
 from tinyrl.config.foreign_values import (
+    Column,
+    KlSwitch,
     NotCopied,
+    OfKl,
     Option,
     Reader,
+    Strategy,
     Values,
     as_given,
+    as_text,
     batch_size,
+    clip_low_high,
+    critic_path,
+    dataset,
     epochs,
+    first_step_too,
     in_steps,
-    kl_bias_correction,
-    kl_coef,
-    log_completions,
     lora_rank,
+    missing_eos_penalty,
+    modules,
+    num_mini_batches,
+    part_of_dataset,
+    reward_functions,
+    reward_weights,
+    server_host,
+    server_port,
     server_url,
+    test_split,
+    total_episodes,
+    trackers,
+    train_batch_size,
+    verls_minibatch,
 )
-
-
-@dataclass(frozen=True)
-class Ours:
-    """What a name is here: a setting, with a remark behind it; or the reason why there is none (is_needless: nothing
-    has to be set).
-    """
-
-    setting: str = ""
-    remark: str = ""
-    reason: str = ""
-    is_needless: bool = False
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A row of the table. names: apart by spaces; read: how the value of each is read, but for those in `reads`;
-    under: what the names are under some methods instead.
-    """
-
-    names: str
-    ours: Ours
-    read: Reader = as_given
-    reads: Mapping[str, Reader] = field(default_factory=dict)
-    under: Mapping[str, Ours] = field(default_factory=dict)
-
-
-def setting(name: str, remark: str = "") -> Ours:
-    return Ours(setting=name, remark=remark)
-
-
-def not_needed(reason: str) -> Ours:
-    return Ours(reason=reason, is_needless=True)
-
-
-def cannot_be_set(reason: str) -> Ours:
-    return Ours(reason=reason)
-
+from tinyrl.config.without_setting import WITHOUT_SETTING
 
 SCHEDULES = Values(
     {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 )  # of two libraries, which spell them alike
+ESTIMATORS = Values({"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"})
+BATCH_OF_ROWS = {
+    "sft": setting("sft.batch_size"),
+    "reward": setting("reward_model.batch_size"),
+    "dpo": setting("dpo.batch_size"),
+}
 # Names that only transformers' and TRL's trainers have. Their schedule is linear where none is given.
 OF_TRL = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "num_train_epochs",
           "max_steps", "max_completion_length", "num_iterations", "save_strategy", "eval_strategy",
@@ -77,21 +64,30 @@ TABLE = (
     Foreign(
         "beta",
         setting("grpo.kl_coef"),
-        read=kl_coef,
         under={"dpo": setting("dpo.beta"), "distill": setting("teacher.divergence")},
     ),
-    Foreign("kl_loss_coef init_kl_coef kl_ctrl.kl_coef", setting("grpo.kl_coef")),
     Foreign(
-        "kl_loss_type",
+        "kl_loss_coef init_kl_coef kl_ctrl.kl_coef",
+        setting("grpo.kl_coef"),
+        reads={
+            "kl_loss_coef": OfKl("use_kl_loss", as_given),
+            "kl_ctrl.kl_coef": OfKl("use_kl_in_reward", as_given),
+        },
+    ),
+    Foreign(
+        "kl_loss_type kl_penalty",
         setting("grpo.kl_estimator"),
-        read=Values({"k1": "k1", "kl": "k1", "k2": "k2", "mse": "k2", "k3": "k3", "low_var_kl": "k3"}),
+        reads={
+            "kl_loss_type": OfKl("use_kl_loss", ESTIMATORS),
+            "kl_penalty": OfKl("use_kl_in_reward", NotCopied("k1 is in the reward, k2 and k3 are in the loss")),
+        },
     ),
     Foreign(
         "use_kl_loss use_kl_in_reward kl_placement",
         setting("grpo.kl_estimator", ": k1 is in the reward, k2 and k3 are in the loss"),
         reads={
-            "use_kl_loss": Values({"true": "k3"}, is_switch=True),
-            "use_kl_in_reward": Values({"true": "k1"}, is_switch=True),
+            "use_kl_loss": KlSwitch("k3", ("use_kl_in_reward", "init_kl_coef", "kl_ctrl.kl_coef", "beta", "kl_coef")),
+            "use_kl_in_reward": KlSwitch("k1", ("use_kl_loss", "init_kl_coef", "beta", "kl_coef")),
             "kl_placement": NotCopied("grpo.kl_estimator says where"),
         },
     ),
@@ -104,19 +100,24 @@ TABLE = (
             "kl_target": NotCopied("nats of a response here"),
         },
     ),
-    Foreign("epsilon clip_ratio clip_ratio_low", setting("grpo.clip_eps")),
+    Foreign(
+        "epsilon clip_ratio eps_clip",
+        setting("grpo.clip_eps", ", with the same grpo.clip_eps_high where none is given"),
+        under={"ppo": setting("ppo.clip_eps")},
+    ),
+    Foreign("clip_ratio_low", setting("grpo.clip_eps")),
     Foreign("epsilon_high clip_ratio_high", setting("grpo.clip_eps_high")),
     Foreign("cliprange", setting("ppo.clip_eps")),
     Foreign(
-        "eps_clip",
-        setting("grpo.clip_eps", ", with the same grpo.clip_eps_high"),
-        read=NotCopied("two settings here, of which one has another default", but_for=("ppo",)),
+        "eps_clip_low_high",
+        setting("grpo.clip_eps", " and grpo.clip_eps_high"),
+        read=clip_low_high,
         under={"ppo": setting("ppo.clip_eps")},
     ),
     Foreign("value_clip cliprange_value", setting("ppo.value_clip_eps")),
     Foreign("vf_coef", setting("ppo.value_coef")),
     Foreign("lam lambd lam_actor", setting("ppo.gae_lambda")),
-    Foreign("algorithm.gamma", setting("ppo.gamma")),
+    Foreign("algorithm.gamma gamma", setting("ppo.gamma")),
     Foreign("entropy_coeff entropy_loss_coef", setting("ppo.entropy_coef")),
     Foreign("num_ppo_epochs ppo_epochs", setting("ppo.num_epochs")),
     Foreign("num_iterations", setting("grpo.num_epochs")),
@@ -126,7 +127,12 @@ TABLE = (
         under={"sft": setting("run.epochs"), "reward": setting("run.epochs"), "dpo": setting("run.epochs")},
     ),
     Foreign("rollout_batch_size", setting("grpo.num_prompts", ", prompts of a step")),
-    Foreign("ppo_mini_batch_size mini_batch_size", setting("ppo.minibatch_size", ", in sequences")),
+    Foreign(
+        "ppo_mini_batch_size mini_batch_size num_mini_batches",
+        setting("ppo.minibatch_size", ", in sequences (verl counts prompts, num_mini_batches minibatches)"),
+        reads={"ppo_mini_batch_size": verls_minibatch, "num_mini_batches": num_mini_batches},
+    ),
+    Foreign("data.train_batch_size", setting("grpo.num_prompts", ", prompts of a step"), under=BATCH_OF_ROWS),
     Foreign(
         "train_batch_size",
         setting(
@@ -134,14 +140,8 @@ TABLE = (
             ", prompts of a step, if it is verl's; if it is OpenRLHF's, completions of an optimizer step: "
             "grpo.minibatch_size",
         ),
-        read=NotCopied(
-            "prompts in verl, completions of an optimizer step in OpenRLHF", but_for=("sft", "reward", "dpo")
-        ),
-        under={
-            "sft": setting("sft.batch_size"),
-            "reward": setting("reward_model.batch_size"),
-            "dpo": setting("dpo.batch_size"),
-        },
+        read=train_batch_size,
+        under=BATCH_OF_ROWS,
     ),
     Foreign(
         "loss_type",
@@ -158,9 +158,10 @@ TABLE = (
                 "sigmoid": "dpo.loss=sigmoid",
                 "ipo": "dpo.loss=ipo",
                 "kto_pair": "dpo.loss=kto",
+                "simpo": "dpo.loss=simpo",
             }
         ),
-        under={"dpo": setting("dpo.loss")},
+        under={"dpo": setting("dpo.loss"), "sft": cannot_be_set("it is the negative log-likelihood of the tokens")},
     ),
     Foreign("simpo_gamma", setting("dpo.target_margin")),
     Foreign("reference_free", setting("dpo.loss", ": orpo or simpo"), read=NotCopied("a loss here")),
@@ -187,11 +188,12 @@ TABLE = (
         ),
     ),
     Foreign(
-        "scale_rewards norm_adv_by_std_in_grpo",
+        "scale_rewards norm_adv_by_std_in_grpo no_advantage_std_norm",
         setting("grpo.advantage_scale", " (true or group: std, batch: batch, false: none)"),
         reads={
             "scale_rewards": Values({"true": "std", "group": "std", "batch": "batch", "false": "none", "none": "none"}),
             "norm_adv_by_std_in_grpo": Values({"true": "std", "false": "none"}),
+            "no_advantage_std_norm": Values({"true": "none"}),
         },
     ),
     Foreign(
@@ -199,7 +201,7 @@ TABLE = (
         setting("grpo.surrogate", " (token: clip, sequence: sequence; preset=gspo has its paper's clip)"),
         read=Values({"token": "clip", "sequence": "sequence"}),
     ),
-    Foreign("use_bias_correction_kl", setting("grpo.kl_unbiased"), read=kl_bias_correction),
+    Foreign("use_bias_correction_kl", setting("grpo.kl_unbiased")),
     Foreign(
         "filter_groups.enable filter_groups.max_num_gen_batches dynamic_filtering",
         setting("grpo.dynamic_sampling_rounds"),
@@ -236,37 +238,55 @@ TABLE = (
         setting("generation.max_new_tokens"),
     ),
     Foreign("max_prompt_length prompt_max_len", setting("generation.max_prompt_tokens")),
-    Foreign("vllm_server_base_url", setting("generation.url"), read=server_url),
+    Foreign(
+        "vllm_server_base_url vllm_server_host vllm_server_port",
+        setting("generation.url", ", with generation.engine=server"),
+        reads={
+            "vllm_server_base_url": server_url,
+            "vllm_server_host": server_host,
+            "vllm_server_port": server_port,
+        },
+    ),
     Foreign("stop_strings stop_sequences", setting("generation.stop"), read=NotCopied("a list here")),
     Foreign("temperature", setting("generation.temperature")),
+    Foreign("lr actor_learning_rate", setting("optim.learning_rate")),
     Foreign(
-        "top_p top_k",
-        cannot_be_set(
-            "training samples the whole distribution; leave it out. `tinyrl eval` takes generation.top_p and "
-            ".top_k, `tinyrl serve` both with a request"
+        "optim",
+        setting("optim.optimizer", ": adamw or adamw8bit"),
+        read=Values(
+            {
+                **dict.fromkeys(
+                    ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw", "paged_adamw_32bit"), "adamw"
+                ),
+                **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw8bit"),
+            }
         ),
     ),
-    Foreign("lr actor_learning_rate", setting("optim.learning_rate")),
     Foreign("l2", setting("optim.weight_decay")),
     Foreign(
-        "warmup_ratio lr_warmup_steps lr_warmup_ratio",
+        "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
         setting("optim.warmup_steps", ", in steps, not as a share of the run"),
         reads={
             "warmup_ratio": in_steps,
             "lr_warmup_steps": in_steps,
             "lr_warmup_ratio": NotCopied("a number of steps here"),
+            "lr_warmup_steps_ratio": NotCopied("a number of steps here"),
         },
     ),
     Foreign("lr_scheduler_type lr_scheduler", setting("optim.schedule"), read=SCHEDULES),
-    Foreign("critic.optim.lr", setting("optim.critic_learning_rate")),
-    Foreign("grad_clip", setting("optim.max_grad_norm")),
     Foreign(
-        "max_steps total_training_steps",
+        "critic.optim.lr",
+        setting("optim.critic_learning_rate"),
+        under=dict.fromkeys(("grpo", "distill", "sft", "reward", "dpo"), cannot_be_set("it has no critic")),
+    ),
+    Foreign("grad_clip max_norm", setting("optim.max_grad_norm")),
+    Foreign(
+        "max_steps total_training_steps total_episodes",
         setting(
             "run.num_steps",
             ", in steps of num_prompts prompts (TRL counts optimizer steps, of which a step may have several)",
         ),
-        reads={"max_steps": in_steps},
+        reads={"max_steps": in_steps, "total_episodes": total_episodes},
         under={"sft": setting("run.num_steps"), "reward": setting("run.num_steps"), "dpo": setting("run.num_steps")},
     ),
     Foreign(
@@ -289,30 +309,20 @@ TABLE = (
     Foreign(
         "eval_strategy evaluation_strategy",
         setting("run.eval_every", ", in steps (with no: run.eval_prompts=0)"),
-        read=Values({"no": "run.eval_prompts=0"}),
+        read=Strategy("run.eval_prompts=0"),
     ),
     Foreign(
-        "save_strategy", setting("run.save_every", ", in steps; 0 saves the last one only"), read=Values({"no": "0"})
+        "save_strategy",
+        setting("run.save_every", ", in steps; 0 saves the last one only"),
+        read=Strategy("run.save_every=0"),
     ),
     Foreign("save_total_limit", setting("run.keep_checkpoints")),
     Foreign("early_stopping_patience", setting("run.patience")),
-    Foreign("load_best_model_at_end", not_needed("the best checkpoint is kept, and RUN@best means it")),
     Foreign(
         "report_to trainer.logger use_wandb",
         setting("run.trackers"),
-        reads={
-            "report_to": Values(
-                {
-                    "none": "[]",
-                    "wandb": "[wandb]",
-                    "trackio": "[trackio]",
-                    "tensorboard": "[tensorboard]",
-                    "mlflow": "[mlflow]",
-                }
-            ),
-            "trainer.logger": NotCopied("a list of trackers"),
-            "use_wandb": NotCopied("a list of trackers"),
-        },
+        read=trackers,
+        reads={"use_wandb": Values({"true": "[wandb]", "false": "[]"})},
     ),
     Foreign(
         "per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size",
@@ -333,15 +343,11 @@ TABLE = (
         setting("run.micro_batch_tokens", ", in tokens; auto fits the memory, and no size changes the gradient"),
         read=NotCopied("no size changes the gradient"),
     ),
-    Foreign(
-        "micro_rollout_batch_size",
-        not_needed("as many rows are decoded together as the memory holds (generation.max_rows)"),
-    ),
     Foreign("seed random_state", setting("run.seed")),
     Foreign("lora_alpha", setting("lora.alpha")),
     Foreign("lora_r lora_rank max_lora_rank", setting("lora.r"), reads={"lora_r": lora_rank, "lora_rank": lora_rank}),
     Foreign(
-        "use_gradient_checkpointing",
+        "use_gradient_checkpointing enable_gradient_checkpointing",
         setting("model.gradient_checkpointing", ": true or false"),
         read=Values({"true": "true", "unsloth": "true", "false": "false"}),
     ),
@@ -361,10 +367,19 @@ TABLE = (
         read=Values({"sum_then_normalize": "sum", "normalize_then_sum": "normalize-then-sum"}),
     ),
     Foreign("lora_dropout", setting("lora.dropout")),
-    Foreign("lora_target_modules", setting("lora.target_modules")),
+    Foreign("lora_target_modules target_modules", setting("lora.target_modules"), read=modules),
     Foreign("target_parameters lora_target_parameters", setting("lora.target_parameters")),
-    Foreign("use_peft", setting("lora.enabled")),
-    Foreign("model_name_or_path actor_rollout_ref.model.path pretrain", setting("model.path")),
+    Foreign("use_peft lora", setting("lora.enabled")),
+    Foreign(
+        "model model_name_or_path model_name sft_model_path actor_rollout_ref.model.path pretrain",
+        setting("model.path"),
+    ),
+    Foreign("model_revision", setting("model.revision")),
+    Foreign(
+        "trust_remote_code",
+        setting("--trust-remote-code"),
+        read=Option("--trust-remote-code", is_flag=True),
+    ),
     Foreign(
         "torch_dtype bf16 fp16",
         setting("model.dtype", ": bfloat16, float16, float32 or auto"),
@@ -375,12 +390,40 @@ TABLE = (
         },
     ),
     Foreign("load_in_4bit", setting("model.quantization"), read=Values({"true": "4bit", "false": "null"})),
-    Foreign("critic.model.path critic_pretrain", setting("critic.path")),
+    Foreign("critic.model.path critic_pretrain value_model critic", setting("critic.path"), read=critic_path),
     Foreign("critic_warmup freezing_actor_steps", setting("critic.warmup_steps")),
-    Foreign("dataset_name train_files dataset prompt_data", setting("task.data")),
-    Foreign("val_files eval_dataset", setting("task.eval_data")),
+    Foreign(
+        "dataset_name train_dataset train_files dataset prompt_data",
+        setting("task.data"),
+        read=as_text,
+        reads={"dataset_name": dataset, "prompt_data": dataset},
+    ),
+    Foreign(
+        "dataset_config dataset_train_split prompt_split",
+        setting("task.data", ": owner/name:config@split"),
+        read=part_of_dataset,
+    ),
+    Foreign(
+        "val_files eval_dataset dataset_test_split",
+        setting("task.eval_data"),
+        read=as_text,
+        reads={"dataset_test_split": test_split},
+    ),
+    Foreign("task", setting("task.name")),
+    Foreign(
+        "data.truncation filter_overlong_prompts",
+        setting("task.on_overlong_prompt", ": error or drop"),
+        reads={
+            "data.truncation": Values({"error": "error"}, is_switch=True),
+            "filter_overlong_prompts": Values({"true": "drop", "false": "error"}),
+        },
+    ),
+    Foreign("environment environment_factory", setting("environment.name")),
+    Foreign(
+        "val_before_train eval_on_start", setting("run.eval_every", ", and always at the start"), read=first_step_too
+    ),
     Foreign("lmbda", setting("distill.on_policy_fraction")),
-    Foreign("teacher_model_name_or_path teacher_model", setting("teacher.path")),
+    Foreign("teacher_model_name_or_path teacher_model teacher", setting("teacher.path")),
     Foreign(
         "assistant_only_loss completion_only_loss train_on_inputs",
         setting("sft.loss_on", ": completion or all"),
@@ -391,9 +434,18 @@ TABLE = (
         },
     ),
     Foreign(
-        "dataset_text_field prompt_key input_key output_key label_key chosen_key rejected_key",
-        setting("task.columns", ": {NEW: OLD}, NEW being prompt, completion, answer, chosen or rejected"),
-        read=NotCopied("a new name for a column"),
+        "dataset_text_field prompt_key dataset_prompt_column input_key output_key label_key chosen_key rejected_key",
+        setting("task.columns", ": {NEW: OLD}, NEW being text, prompt, completion, answer, chosen or rejected"),
+        reads={
+            "dataset_text_field": Column("text"),
+            "prompt_key": Column("prompt"),
+            "dataset_prompt_column": Column("prompt"),
+            "input_key": Column("prompt"),
+            "output_key": Column("completion"),
+            "label_key": Column("answer"),
+            "chosen_key": Column("chosen"),
+            "rejected_key": Column("rejected"),
+        },
     ),
     Foreign(
         "apply_chat_template",
@@ -403,7 +455,6 @@ TABLE = (
     Foreign(
         "log_completions",
         setting("run.log_completions", ", for wandb and trackio; samples.jsonl has 16 of each step"),
-        read=log_completions,
     ),
     Foreign(
         "enable_thinking chat_template_kwargs",
@@ -411,20 +462,25 @@ TABLE = (
         reads={"enable_thinking": Values({"true": "{enable_thinking: true}", "false": "{enable_thinking: false}"})},
     ),
     Foreign(
-        "reward_funcs custom_reward_function.path remote_rm_url",
+        "reward_funcs reward custom_reward_function.path remote_rm_url",
         setting("reward.functions", ": [{use: file.py:function}]"),
         reads={
-            "reward_funcs": NotCopied("files or modules of reward.functions"),
-            "custom_reward_function.path": NotCopied("a file of reward.functions"),
+            "reward_funcs": reward_functions,
+            "reward": reward_functions,
+            "custom_reward_function.path": NotCopied("a function here is def reward(prompts, completions, **columns)"),
             "remote_rm_url": NotCopied("a function of reward.functions may ask it"),
         },
     ),
     Foreign(
         "reward_weights",
         setting("reward.functions", ": [{use: file.py:function, weight: 0.5}]"),
-        read=NotCopied("weights of reward.functions"),
+        read=reward_weights,
     ),
-    Foreign("reward_model_path reward_pretrain", setting("reward.model")),
+    Foreign(
+        "reward_model_path reward_pretrain reward_model_name_or_path reward_model reward_model.model.path",
+        setting("reward.model"),
+    ),
+    Foreign("overlong_buffer_len", setting("reward.overlong_tokens")),
     Foreign(
         "mask_truncated_completions",
         setting("reward.truncated", " (true: mask, false: keep)"),
@@ -432,114 +488,41 @@ TABLE = (
     ),
     Foreign(
         "missing_eos_penalty",
-        setting("reward.truncated", " (penalize subtracts 1)"),
-        read=NotCopied("penalize subtracts 1"),
+        setting("reward.truncated", ": penalize subtracts 1"),
+        read=missing_eos_penalty,
     ),
     Foreign("output_dir default_local_dir save_path ckpt_path", setting("--output-dir"), read=Option("--output-dir")),
     Foreign("experiment_name run_name", setting("--name"), read=Option("--name")),
     Foreign(
-        "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization vllm_num_engines "
-        "vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep",
-        not_needed("completions are sampled in this process, or by a server that you start (generation.engine=server)"),
-    ),
-    Foreign(
-        "max_seq_length max_length max_len",
-        not_needed("prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens"),
-        under={
-            "sft": cannot_be_set("a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"),
-            "reward": cannot_be_set(
-                "a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"
-            ),
-            "dpo": setting("dpo.max_tokens"),
-        },
-    ),
-    Foreign("logging_steps", not_needed("each step is logged, with 16 of its completions")),
-    Foreign(
-        "use_liger_kernel padding_free packing packing_samples flash_attn",
-        not_needed("rows are packed where the model allows it; logits are made in chunks"),
-    ),
-    Foreign(
-        "vllm_importance_sampling_cap vllm_importance_sampling_clip_max",
-        cannot_be_set("weights of grpo.importance_correction are capped at 2"),
-    ),
-    Foreign("disable_dropout", cannot_be_set("dropout is off; lora.dropout is for sft, reward and dpo")),
-    Foreign(
-        "colocate_all_models colocate_actor_ref colocate_critic_reward actor_num_nodes actor_num_gpus_per_node "
-        "critic_num_nodes critic_num_gpus_per_node ref_num_nodes ref_num_gpus_per_node reward_num_nodes "
-        "reward_num_gpus_per_node",
-        not_needed("policy, reference, critic and reward model share one base in one process"),
-    ),
-    Foreign("n_gpus_per_node nnodes", not_needed("`accelerate launch -m tinyrl ...` has the number of processes")),
-    Foreign(
-        "sync_ref_model ref_model_sync_steps",
-        cannot_be_set("the reference stays frozen; `tinyrl train --from RUN` takes another"),
-    ),
-    Foreign("delta clip_ratio_c top_entropy_quantile", cannot_be_set("no loss here has that term")),
-    Foreign(
         "adv_estimator advantage_estimator",
-        setting("grpo.preset", " (grpo, rloo, reinforce++); gae is another method, `tinyrl train ppo`"),
+        setting("grpo.advantage", " (group, leave-one-out, reinforce++); gae is another method, `tinyrl train ppo`"),
         reads={
             "adv_estimator": Values(
                 {
-                    "grpo": "grpo.preset=grpo",
-                    "rloo": "grpo.preset=rloo",
-                    "reinforce_plus_plus": "grpo.preset=reinforce++",
-                    "reinforce_plus_plus_baseline": "grpo.preset=reinforce++-baseline",
+                    "grpo": "group",
+                    "rloo": "leave-one-out",
+                    "reinforce_plus_plus": "reinforce++",
+                    "reinforce_plus_plus_baseline": "reinforce++-baseline",
                 }
             ),
             "advantage_estimator": Values(
-                {"rloo": "grpo.preset=rloo", "group_norm": "grpo.preset=grpo", "dr_grpo": "grpo.preset=dr_grpo"}
+                {
+                    "group_norm": "group",
+                    "dr_grpo": "grpo.advantage_scale=none",
+                    "rloo": "leave-one-out",
+                    "reinforce": "reinforce++",
+                    "reinforce_baseline": "reinforce++-baseline",
+                }
             ),
         },
         under={
             "ppo": cannot_be_set(
-                "`tinyrl train ppo` has GAE (ppo.gae_lambda); the others are presets of `tinyrl train grpo`"
+                "`tinyrl train ppo` has GAE (ppo.gae_lambda); the others are baselines of `tinyrl train grpo`"
             )
         },
     ),
-    Foreign(
-        "adam_beta1 adam_beta2 adam_epsilon adam_betas",
-        cannot_be_set("AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8"),
-    ),
-    Foreign(
-        "min_p repetition_penalty",
-        cannot_be_set(
-            "training samples the whole distribution, softmax(logits / temperature); leave it out: a loss of "
-            "other probabilities would be of another policy"
-        ),
-    ),
-    Foreign(
-        "normalize_reward",
-        cannot_be_set(
-            "scores of a reward model are centred when it is saved, and not divided by their standard deviation"
-        ),
-    ),
-    Foreign(
-        "reward_clip_range", cannot_be_set("rewards are not clipped, but for what a function of reward.functions does")
-    ),
-    Foreign("nll_loss_coef", cannot_be_set("no loss of pairs here has that term but orpo")),
     Foreign("ipo", setting("dpo.loss", ": ipo, per token, or ipo_sum"), read=NotCopied("per token or summed")),
-    Foreign(
-        "peft_config",
-        not_needed(
-            "LoRA is on by default: lora.r, lora.alpha, lora.dropout, lora.target_modules; off: "
-            "lora.enabled=false. PEFT trains q_proj and v_proj of Llama and Qwen where target_modules is not "
-            "given, this all linear layers: lora.target_modules=[q_proj, v_proj] is the same"
-        ),
-    ),
-    Foreign(
-        "push_to_hub hub_model_id hub_private_repo hub_strategy",
-        not_needed("a run is uploaded when you say so: `tinyrl export RUN --push USER/NAME`, with --private"),
-    ),
-    Foreign(
-        "fast_inference",
-        not_needed("this process samples by its own engine, which decodes rows together (generation.engine)"),
-    ),
-    Foreign("remove_unused_columns", not_needed("all columns of a row reach the reward")),
-    Foreign(
-        "deepspeed fsdp fsdp_config ddp_find_unused_parameters zero_stage",
-        not_needed("a run is one process per GPU, with whole weights in each"),
-    ),
+    *WITHOUT_SETTING,
 )
 
 ALIASES = {name: row for row in TABLE for name in row.names.split()}

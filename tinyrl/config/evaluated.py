@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tinyrl.config.conflicts import conflicts
-from tinyrl.config.derive import FactsOf, rebuilt
+from tinyrl.config.derive import rebuilt
 from tinyrl.config.refusal import raise_first
+from tinyrl.config.rules import FactsOf
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import RewardConfig, Section, TaskConfig, starter_path
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS, is_method
@@ -18,20 +19,28 @@ from tinyrl.config.settings import fields_of
 from tinyrl.config.yaml_reader import quoted
 from tinyrl.text import truncate
 
-RANKS = ("lora_rank", "lora_r")  # 0: every weight is trained
-OF_THE_ADAPTER = ("lora.r", "lora.alpha", "lora.target_modules", "lora.target_parameters")
+DEFAULT_SIZES = {  # TRL's
+    "num_generations": 8, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_mini_batches": 1
+}  # fmt: skip
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow")
+FUNCTION = re.compile(r"[\w./-]+:\w+")  # FILE.py:FUNCTION, where YAML needs no quotes
+IN_A_MODULE = re.compile(r"\w+(\.\w+)+")
+ON_THE_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class Copy:
     """What to write in place of another library's name. line: words of the command line, "" where there are none;
-    without: why, in few words; divided: the count of optimizer steps that was given and the steps that it is; counted:
-    a sum that led to the line; is_switch: it says less than the value of the setting itself.
+    without: why something of it is not written, in few words (is_needless: nothing is lost by that); brings: words for
+    defaults that the name has there, written where nothing else gives their settings; divided: the count of optimizer
+    steps that was given and the steps that it is; counted: a sum that led to the line; is_switch: it says less than the
+    value of the setting itself.
     """
 
     line: str = ""
     without: str = ""
+    is_needless: bool = False
+    brings: str = ""
     divided: tuple[object, int] | None = None
     counted: str = ""
     is_switch: bool = False
@@ -39,29 +48,32 @@ class Copy:
 
 @dataclass(frozen=True)
 class ForeignNames:
-    """The unknown names that stand outside of any section, with their values, and the method that is trained.
-
-    has_adapter: model.adapter is given, which brings its own rank, alpha and modules.
+    """Names of other libraries that were given together, with their values (a dotted one by the end that the table
+    has), and the method that is trained. ours: the settings that were given beside them.
     """
 
     method: object
-    values: dict[str, Any]
-    has_adapter: bool = False
+    values: Mapping[str, Any]
+    ours: frozenset[str] = frozenset()
 
     def count(self, name: str, default: int) -> int:
         """Return a value that is a whole number above 0, else TRL's default."""
         value = self.values.get(name)
         return value if type(value) is int and value > 0 else default
 
-    @property
-    def assumed(self) -> list[str]:
-        """Return those of TRL's defaults that take the place of sizes which are not given."""
-        defaults = {"num_generations": 8}
-        if "generation_batch_size" not in self.values:
-            defaults |= {"per_device_train_batch_size": 8}
-        if not {"generation_batch_size", "steps_per_generation"} & {*self.values}:
-            defaults |= {"gradient_accumulation_steps": 1}
-        return [f"{name}={value}" for name, value in defaults.items() if name not in self.values]
+    def has(self, *names: str) -> bool:
+        """Return whether one of the names was given."""
+        return any(name in self.values for name in names)
+
+    def assumed(self, *names: str) -> str:
+        """Return those of TRL's defaults that take the place of sizes which are not given, behind a comma."""
+        left_out = list[str]()
+        if "generation_batch_size" in self.values:
+            left_out = ["per_device_train_batch_size", "gradient_accumulation_steps"]
+        elif "steps_per_generation" in self.values:
+            left_out = ["gradient_accumulation_steps"]
+        wanted = [name for name in names if name not in self.values and name not in left_out]
+        return f", with TRL's {', '.join(f'{name}={DEFAULT_SIZES[name]}' for name in wanted)}" if wanted else ""
 
     @property
     def of_update(self) -> int:
@@ -78,14 +90,6 @@ class ForeignNames:
     def updates(self) -> int:
         """Return TRL's optimizer steps of a rollout."""
         return self.count("num_iterations", 1) * -(-self.of_rollout // self.of_update)
-
-    def idle(self, setting: str) -> str:
-        """Return why a setting would be refused or idle beside the other names; "" where it counts."""
-        if setting.startswith("lora.") and any(self.values.get(rank) == 0 for rank in RANKS):
-            return "there is no LoRA"
-        if setting in OF_THE_ADAPTER and self.has_adapter:
-            return "model.adapter brings its own"
-        return ""
 
 
 Reader = Callable[[str, Any, ForeignNames], Copy]
@@ -119,7 +123,7 @@ def _unread(setting: str, value: Any) -> Copy:
     return Copy(without=f"{shown}: see {setting}")
 
 
-def _above_zero(value: Any) -> bool:
+def is_above_zero(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -154,12 +158,29 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Option:
-    """Write an option of the command line."""
+class Strategy:
+    """Read when there are evaluations or checkpoints; off: the words for none."""
 
-    option: str
+    off: str
 
     def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if value in ("no", False):  # YAML 1.1 reads no as false
+            return Copy(line=self.off)
+        if value in ("steps", "epoch"):
+            return Copy(without=f"every {setting} steps", is_needless=True)
+        return _unread(setting, value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """Write an option of the command line; is_flag: one without a value, where the value is true."""
+
+    option: str
+    is_flag: bool = False
+
+    def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if self.is_flag:
+            return Copy(line=self.option) if value is True else Copy(without="it is off", is_needless=True)
         if not isinstance(value, str):
             return _unread(setting, value)
         return Copy(line=shlex.join([self.option, value]))
@@ -167,15 +188,36 @@ class Option:
 
 @dataclass(frozen=True)
 class NotCopied:
-    """Write nothing, as the value says something else than the setting's; but for methods under which it does not."""
+    """Write nothing, as the value says something else than the setting's."""
 
     why: str
-    but_for: tuple[str, ...] = ()
 
     def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
-        if str(given.method) in self.but_for:
-            return as_given(setting, value, given)
         return Copy(without=self.why)
+
+
+@dataclass(frozen=True)
+class Column:
+    """Write the old name of a column beside its name here."""
+
+    name: str
+
+    def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if value == self.name:
+            return Copy(without="it has that name here", is_needless=True)
+        return as_text(f"{setting}.{self.name}", value, given)
+
+
+def as_text(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a text as it is."""
+    return as_given(setting, value, given) if isinstance(value, str) else _unread(setting, value)
+
+
+def modules(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a list of modules, of one too, or apart by commas; all-linear is a word."""
+    if isinstance(value, str) and value != "all-linear":
+        value = [name.strip() for name in value.split(",")]
+    return as_given(setting, value, given)
 
 
 def lora_rank(setting: str, value: Any, given: ForeignNames) -> Copy:
@@ -183,38 +225,76 @@ def lora_rank(setting: str, value: Any, given: ForeignNames) -> Copy:
     return Copy(line="lora.enabled=false") if value == 0 else as_given(setting, value, given)
 
 
-def server_url(setting: str, value: Any, given: ForeignNames) -> Copy:
-    """Add the engine, without which the address has no effect."""
-    line = written(setting, value)
-    return Copy(line=f"generation.engine=server {line}") if line else _unread(setting, value)
+def trackers(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a list of trackers; what is printed to the console and to files is there without one."""
+    names = value if isinstance(value, list) else [value]
+    wanted = [name for name in names if name not in ("none", "console", "file")]
+    if unknown := [name for name in wanted if name not in TRACKERS]:
+        return _unread(setting, unknown[0])
+    return Copy(line=shlex.quote(f"{setting}=[{', '.join(wanted)}]"))
+
+
+def missing_eos_penalty(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Read the one penalty that there is for a truncated completion."""
+    return Copy(line=f"{setting}=penalize") if value == 1 else Copy(without="penalize subtracts 1")
+
+
+def first_step_too(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Read a switch of the evaluation before the first step, which is made here."""
+    return Copy(without="it is always made", is_needless=value is True)
 
 
 # ---- readers that need several names ----
 
 
-def kl_coef(setting: str, value: Any, given: ForeignNames) -> Copy:
-    """Add TRL's default use_bias_correction_kl=true where there is a KL in the loss of grpo."""
-    copy = as_given(setting, value, given)
-    adds_default = setting == "grpo.kl_coef" and _above_zero(value) and "use_bias_correction_kl" not in given.values
-    return Copy(line=f"{copy.line} grpo.kl_unbiased=true") if adds_default and copy.line else copy
+@dataclass(frozen=True)
+class KlSwitch:
+    """Read whether there is a KL in the loss (k3), or in the reward (k1). Without the other it is the only one.
+
+    other: the switch and the coefficients of the KL that is elsewhere.
+    """
+
+    estimator: str
+    other: tuple[str, ...]
+
+    def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if value is True:
+            return Copy(line=f"{setting}={self.estimator}", is_switch=True)
+        if value is not False:
+            return _unread(setting, value)
+        if any(given.values.get(name) not in (None, False) for name in self.other):
+            return Copy(without="there is another KL", is_needless=True)
+        return Copy(line=f"{under_method('grpo.kl_coef', given.method)}=0", is_switch=True)
 
 
-def kl_bias_correction(setting: str, value: Any, given: ForeignNames) -> Copy:
-    if not _above_zero(given.values.get("beta")):
-        return Copy(without="there is no KL without beta")
-    return as_given(setting, value, given)
+@dataclass(frozen=True)
+class OfKl:
+    """Read a part of a KL, which there is not where its switch is off."""
+
+    switch: str
+    read: Reader
+
+    def __call__(self, setting: str, value: Any, given: ForeignNames) -> Copy:
+        if given.values.get(self.switch) is False:
+            return Copy(without=f"{self.switch} is false", is_needless=True)
+        return self.read(setting, value, given)
 
 
 def epochs(setting: str, value: Any, given: ForeignNames) -> Copy:
-    if _above_zero(given.values.get("max_steps")):
-        return Copy(without="max_steps is given")
+    """Write TRL's epochs, which do not count beside its max_steps or total_episodes."""
+    for other in ("max_steps", "total_episodes"):
+        if is_above_zero(given.values.get(other)):
+            return Copy(without=f"{other} is given", is_needless=True)
     return as_given(setting, value, given)
 
 
-def log_completions(setting: str, value: Any, given: ForeignNames) -> Copy:
-    if value is True and given.values.get("report_to") not in TRACKERS:
-        return Copy(without="there is no tracker without report_to")
-    return as_given(setting, value, given)
+def total_episodes(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Convert completions of a whole run to steps."""
+    if not is_above_zero(value):
+        return _unread(setting, value)
+    steps = math.ceil(value / given.of_update)
+    counted = f"{value} completions are {steps} steps of {given.of_update}"
+    return Copy(line=written(setting, steps), counted=f"{setting} is counted: {counted}")
 
 
 def in_steps(setting: str, value: Any, given: ForeignNames) -> Copy:
@@ -223,13 +303,15 @@ def in_steps(setting: str, value: Any, given: ForeignNames) -> Copy:
     longest = given.count("max_steps", 0)
     is_warmup = setting == "optim.warmup_steps"
     if is_warmup and isinstance(value, float) and 0 <= value < 1:
-        if not longest:
+        if value and not longest:
             return Copy(without="a share of the run: give optim.warmup_steps")
         count = math.ceil(value * longest)
+    if isinstance(count, float) and count.is_integer():
+        count = int(count)
     if type(count) is not int:
         return Copy(without="a number of steps here")
     if count < 0:
-        return Copy(without=f"{count} means that it is not set")
+        return Copy(without=f"{count} means that it is not set", is_needless=True)
     steps = -(-count // given.updates)
     changed = given.updates > 1 or count != value
     return Copy(line=written(setting, steps), divided=(value, steps) if changed else None)
@@ -238,19 +320,174 @@ def in_steps(setting: str, value: Any, given: ForeignNames) -> Copy:
 def batch_size(setting: str, value: Any, given: ForeignNames) -> Copy:
     """Return the sizes of a step with as many completions as TRL's batch, with its defaults for what is not given."""
     section = METHODS[str(given.method)].section if is_method(given.method) else "grpo"
+    if section == "grpo":
+        return _sizes_of_grpo(given)
+    if section == "ppo":
+        return _sizes_of_ppo(given)
+    size = "batch_size" if "batch_size" in fields_of(section) else "num_prompts"
+    return Copy(line=f"{section}.{size}={given.of_update}")
+
+
+def _sizes_of_grpo(given: ForeignNames) -> Copy:
     update = given.of_update
-    if section != "grpo":
-        if "batch_size" in fields_of(section):
-            return Copy(line=f"{section}.batch_size={update}")
-        return Copy(without=f"see {section}.num_prompts")
     rollout = given.of_rollout
     group = given.count("num_generations", 8)
     prompts, rest = divmod(rollout, group)
     if rest:
         return Copy(without=f"{rollout} completions are not a whole number of groups of {group}")
     line = f"grpo.num_prompts={prompts}"
-    counted = f"{rollout} completions of a rollout are {prompts} prompts x {group}"
+    counted = f"grpo.num_prompts is counted: {rollout} completions of a rollout are {prompts} prompts x {group}"
     if update < rollout:
         line += f" grpo.minibatch_size={update}"
         counted += f", {update} of them for each optimizer step"
-    return Copy(line=line, counted=counted)
+    names = ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps")
+    return Copy(line=line, counted=counted + given.assumed(*names))
+
+
+def _sizes_of_ppo(given: ForeignNames) -> Copy:
+    rollout = given.of_update
+    group = given.count("num_generations", 1)
+    parts = given.count("num_mini_batches", 1)
+    prompts, rest = divmod(rollout, group)
+    if rest:
+        return Copy(without=f"{rollout} completions are not a whole number of groups of {group}")
+    if rollout % parts:
+        return Copy(without=f"{rollout} completions are not {parts} minibatches of the same size")
+    minibatch = "null" if parts == 1 else rollout // parts
+    counted = (
+        f"ppo.num_prompts is counted: {rollout} completions of a step{f', in {parts} minibatches' if parts > 1 else ''}"
+    )
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
+    return Copy(
+        line=f"ppo.num_prompts={prompts} ppo.minibatch_size={minibatch}", counted=counted + given.assumed(*names)
+    )
+
+
+def num_mini_batches(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Leave the number of minibatches to the line of the sizes, of which one is needed to count."""
+    if given.has("per_device_train_batch_size", "gradient_accumulation_steps"):
+        return Copy()
+    return Copy(without="sequences of a minibatch here")
+
+
+def verls_minibatch(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Convert verl's prompts of a minibatch to sequences."""
+    group = given.count("rollout.n", given.count("rollout_n", 1))
+    if type(value) is not int:
+        return _unread(setting, value)
+    counted = f"{setting} is counted: {value} prompts x {group} completions" if group > 1 else ""
+    return Copy(line=written(setting, value * group), counted=counted)
+
+
+def train_batch_size(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write verl's prompts of a step, or OpenRLHF's completions of an optimizer step, by the names beside it."""
+    minibatch = under_method("grpo.minibatch_size", given.method)
+    if not minibatch:  # of sft, reward or dpo: rows of an optimizer step in both
+        return as_given(setting, value, given)
+    if given.has("rollout_batch_size"):
+        return as_given(minibatch, value, given)
+    if given.has("ppo_mini_batch_size", "rollout.n", "adv_estimator"):
+        return as_given(setting, value, given)
+    return Copy(without="prompts in verl, completions of an optimizer step in OpenRLHF")
+
+
+def clip_low_high(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write OpenRLHF's two clips."""
+    if not isinstance(value, list) or len(value) != 2:
+        return _unread(setting, value)
+    low = as_given(setting, value[0], given)
+    high = under_method("grpo.clip_eps_high", given.method)
+    if high:
+        return Copy(line=f"{low.line} {written(high, value[1])}")
+    return low if value[0] == value[1] else Copy(without=f"{setting} is one for both sides")
+
+
+def critic_path(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a critic that is a model of its own; one that starts from the policy's model has no path."""
+    models = ("model", "model_name_or_path", "actor_rollout_ref.model.path", "pretrain", "sft_model_path")
+    if value in [given.values[name] for name in models if name in given.values]:
+        return Copy(without="the critic starts from model.path", is_needless=True)
+    line = as_text(setting, value, given)
+    return replace(line, line=f"critic.kind=separate {line.line}") if line.line else line
+
+
+def server_url(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Add the engine, without which the address has no effect."""
+    line = written(setting, value)
+    return Copy(line=f"generation.engine=server {line}") if line else _unread(setting, value)
+
+
+def server_host(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Make the address of TRL's host and port."""
+    host = "127.0.0.1" if value == "0.0.0.0" else value  # noqa: S104  all addresses of that machine
+    port = given.count("vllm_server_port", 8000)
+    if given.has("vllm_server_base_url"):
+        return Copy(without="vllm_server_base_url is given", is_needless=True)
+    return server_url(setting, f"http://{host}:{port}", given)
+
+
+def server_port(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Leave the port to the line of the host."""
+    if given.has("vllm_server_host", "vllm_server_base_url"):
+        return Copy()
+    return server_host(setting, "127.0.0.1", given)
+
+
+def dataset(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write a data set with its configuration and its split, which have names of their own there."""
+    if not isinstance(value, str):
+        return _unread(setting, value)
+    split = given.values.get("dataset_train_split", given.values.get("prompt_split"))
+    return as_given(setting, _with_parts(value, given.values.get("dataset_config"), split), given)
+
+
+def test_split(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write the split of the data set that is held out."""
+    name = given.values.get("dataset_name")
+    if not isinstance(name, str) or not ON_THE_HUB.fullmatch(name):
+        return Copy(without="a split of a data set: owner/name:config@split")
+    return as_given(setting, _with_parts(name, given.values.get("dataset_config"), value), given)
+
+
+def _with_parts(name: str, config: object, split: object) -> str:
+    """Return the name of a data set of the hub with its configuration and its split; any other name as it is."""
+    if not ON_THE_HUB.fullmatch(name):
+        return name
+    return f"{name}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
+
+
+def part_of_dataset(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Leave a configuration or a split to the line of the data set."""
+    if given.has("dataset_name", "prompt_data"):
+        return Copy()
+    return Copy(without="a part of a data set: owner/name:config@split")
+
+
+def reward_functions(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write functions, by file or module, with TRL's weights; a name of the hub is a reward model."""
+    names = value if isinstance(value, list) else [value]
+    weights = given.values.get("reward_weights")
+    if not isinstance(weights, list) or len(weights) != len(names):
+        weights = [1.0] * len(names)
+    functions = list[str]()
+    lines = list[str]()
+    others = list[str]()
+    for name, weight in zip(names, weights, strict=True):
+        use = name if isinstance(name, str) else ""
+        if IN_A_MODULE.fullmatch(use) and not use.endswith(".py"):
+            use = ":".join(use.rsplit(".", 1))
+        if FUNCTION.fullmatch(use):
+            functions.append(f"{{use: {use}}}" if weight == 1 else f"{{use: {use}, weight: {weight}}}")
+        elif ON_THE_HUB.fullmatch(use) and not use.endswith(".py") and weight == 1 and not lines:
+            lines.append(f"reward.model={use}")
+        else:
+            others.append(truncate(str(name)))
+    if functions:
+        lines.insert(0, shlex.quote(f"{setting}=[{', '.join(functions)}]"))
+    without = f"{', '.join(others)}: give FILE.py:FUNCTION or MODULE:FUNCTION" if others else ""
+    return Copy(line=" ".join(lines), without=without)
+
+
+def reward_weights(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Leave the weights to the line of the functions."""
+    return Copy() if given.has("reward_funcs") else Copy(without="weights of reward.functions")

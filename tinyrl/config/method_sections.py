@@ -38,7 +38,7 @@ GROUPED = OnlyIf(
 )
 BY_TURN = OnlyIf(lambda config: config.grpo.credit == "turn", "grpo.credit is turn", why="an episode has one reward")
 SHARED_CRITIC = OnlyIf(
-    lambda config: config.critic.kind == "shared", "critic.kind is shared", why="the critic has a loss alone"
+    lambda config: config.critic.kind == "shared", "critic.kind is shared", why="the critic has a loss of its own"
 )
 LEARNS_PTX = OnlyIf(lambda config: config.ppo.ptx_coef > 0, "ppo.ptx_coef > 0", why="nothing is learnt from it")
 SIGMOID = OnlyIf(

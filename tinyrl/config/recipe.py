@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.derive import FactsOf, check_overrides, derive, kept_against, no_facts, read_written, without_derived
+from tinyrl.config.derive import check_overrides, derive, kept_against, read_written, without_derived
 from tinyrl.config.effect import given_settings, without_effect
 from tinyrl.config.given import Given
 from tinyrl.config.methods import METHODS, is_method
 from tinyrl.config.refusal import Places, Refusal, Source, refusals_at
 from tinyrl.config.removed import ignore_neutral
+from tinyrl.config.rules import FactsOf, no_facts
 from tinyrl.config.schema import Config
 from tinyrl.config.yaml_reader import dump_plain, parse_with_lines
 from tinyrl.text import decode_utf8, did_you_mean, truncate
@@ -29,10 +30,12 @@ METHODS_ELSEWHERE = {  # names of methods and presets in other libraries, and wh
     "orpo": "dpo dpo.loss=orpo", "simpo": "dpo dpo.loss=simpo", "rloo": "grpo grpo.preset=rloo",
     "reinforce": "grpo grpo.preset=reinforce++", "reinforce++": "grpo grpo.preset=reinforce++",
     "dapo": "grpo grpo.preset=dapo", "gspo": "grpo grpo.preset=gspo", "cispo": "grpo grpo.preset=cispo",
-    "dr_grpo": "grpo grpo.preset=dr_grpo", "a2c": "ppo ppo.preset=a2c", "gkd": "distill",
+    "dr_grpo": "grpo grpo.preset=dr_grpo", "dr.grpo": "grpo grpo.preset=dr_grpo", "a2c": "ppo ppo.preset=a2c",
+    "gkd": "distill",
+    **{name: name for name in METHODS},  # GRPO
 }  # fmt: skip
 DATA_FILES = (".jsonl", ".csv", ".parquet")  # which no recipe is
-OWN_MODEL_OR_DATA = ("model", "model.path", "task", "task.name", "task.data")  # overrides that ask for something else
+OWN_MODEL_OR_DATA = ("model.path=", "task.name=", "task.data=", "model={", "task={")  # overrides of something else
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -53,8 +56,10 @@ def find_recipe(name: str) -> Path:
         return packaged[key]
     if is_data:
         raise ValueError(f"'{truncate(name)}' is not a recipe: rows are given by {shlex.quote(f'task.data={name}')}")
-    if key in METHODS_ELSEWHERE:
-        raise ValueError(f"'{key}' is not a recipe: it is `tinyrl train {METHODS_ELSEWHERE[key]}` here")
+    if key.lower() in METHODS_ELSEWHERE:
+        raise ValueError(
+            f"'{truncate(key)}' is not a recipe: it is `tinyrl train {METHODS_ELSEWHERE[key.lower()]}` here"
+        )
     near = did_you_mean(key, [*packaged, *METHODS])
     raise ValueError(
         f"recipe '{truncate(name)}' is neither a file nor a packaged recipe.{near} See: tinyrl list recipes"
@@ -110,14 +115,10 @@ def load_config(
     if method not in METHODS:
         near = did_you_mean(method, list(METHODS))
         raise ValueError(f"unknown method '{truncate(method)}'.{near} Methods: {', '.join(METHODS)}")
-    missing = list[str]()
-    is_default = recipe is None and not any(text.partition("=")[0] in OWN_MODEL_OR_DATA for text in overrides)
+    is_default = recipe is None and not names_own(overrides)
+    missing = missing_of_own(method, overrides) if is_default else []
     if is_default:
         recipe = METHODS[method].recipe
-        missing = ["model.path", "task.data"]
-        needs_reward = METHODS[method].samples and METHODS[method].rewarded
-        if needs_reward and Places(overrides=tuple(overrides)).override_of("reward.functions") is None:
-            missing.append("reward.functions")
     written = Given({"method": method})
     if recipe is not None:
         path = find_recipe(recipe)
@@ -130,6 +131,20 @@ def load_config(
         for sentence in _notes(config, written, facts):
             note(sentence)
     return config
+
+
+def names_own(overrides: Sequence[str]) -> bool:
+    """Return whether an override names another model or other data than the built-in example's."""
+    return any(text.startswith(OWN_MODEL_OR_DATA) for text in overrides)
+
+
+def missing_of_own(method: str, overrides: Sequence[str]) -> list[str]:
+    """Return the settings that a run of one's own needs besides."""
+    missing = ["model.path", "task.data"]
+    needs_reward = METHODS[method].samples and METHODS[method].rewarded
+    if needs_reward and Places(overrides=tuple(overrides)).override_of("reward.functions") is None:
+        missing.append("reward.functions")
+    return missing
 
 
 def given_in(path: Path, method: str, facts: FactsOf, *, name: str) -> Given:

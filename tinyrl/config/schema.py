@@ -54,11 +54,14 @@ class Config(sections.Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_unused_sections(cls, data: Any) -> Any:
-        """Drop sections the method does not use; one that is used and left blank (`grpo:`) has its defaults."""
+        """Drop sections the method does not use; one that is used and left blank (`grpo:`) has its defaults. What is no
+        section under the name of one stays, to be refused.
+        """
         if not isinstance(data, dict) or not is_method(data.get("method")):
             return data
         unused = {*OPTIONAL_SECTIONS} - {*METHODS[data["method"]].sections}
-        return {k: {} if v is None and k != "method" else v for k, v in data.items() if k not in unused}
+        used = {k: v for k, v in data.items() if k not in unused or not isinstance(v, dict | None)}
+        return {k: {} if v is None and k != "method" else v for k, v in used.items()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tinyrl.config.derive import derive_over
 from tinyrl.config.evaluated import as_policy, with_rows, with_sections, with_task, without_reward
+from tinyrl.config.foreign_names import setting_named
 from tinyrl.config.methods import and_list
 from tinyrl.config.refusal import refusals_at
 from tinyrl.config.schema import Config
@@ -234,8 +235,14 @@ def _check_settings(settings: Sequence[str], takes: tuple[str, ...]) -> None:
     """Raise ValueError for a setting that is none of `takes` (sections, or settings by their whole names)."""
     for setting in settings:
         key = setting.partition("=")[0]
-        if not any(key == name or key.startswith(f"{name}.") for name in takes):
-            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*takes])} count")
+        if not _is_of(key, takes):
+            meant = setting_named(key, None)
+            near = f". Did you mean `{meant}`?" if meant and _is_of(meant, takes) else ""
+            raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*takes])} count{near}")
+
+
+def _is_of(key: str, takes: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in takes)
 
 
 def _names_rows(setting: str) -> bool:

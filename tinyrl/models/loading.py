@@ -47,6 +47,7 @@ from tinyrl.config.sections import starter_path
 from tinyrl.data.images import is_image_id
 from tinyrl.models.folder_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from tinyrl.models.reading import (
+    OTHER_HEADS,
     TOKENIZER_FILES,
     reading,
     reading_tokenizer,
@@ -78,7 +79,6 @@ COSTS_LITTLE = 1000  # also the layers of a model that has one for all (ALBERT)
 # Settings of a generation configuration that decide which of the others have an effect.
 DECIDING = ("do_sample", "num_beams", "use_cache", "return_dict_in_generate")
 TEXT_PARTS = ("text_config", "decoder", "generator", "text_encoder")  # where the library looks for a language model's
-OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 
 
 def load_tokenizer(

@@ -23,6 +23,7 @@ TOKENIZER_FILES = (
     "vocab.json",
 )  # fmt: skip
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+OTHER_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from tinyrl.config.conflicts import conflicts
 from tinyrl.config.refusal import Refusal, raise_first, refusals_at
 from tinyrl.config.schema import Config
+from tinyrl.rollout.model_files import model_refusals
 from tinyrl.rollout.preflight import check_before_loading, check_images, image_notes
 from tinyrl.runs.resolve import check_room_for_responses, has_vision_tower, resolve
 from tinyrl.tasks import Task
@@ -87,5 +88,6 @@ def prepare_settings(config: Config) -> PreparedSettings:
     with refusals_at(config.given.places):
         task = check_before_loading(config)
         resolved = resolve(config)
+        raise_first(model_refusals(resolved))
         check_room_for_responses(resolved)
     return PreparedSettings(config=resolved, task=task)

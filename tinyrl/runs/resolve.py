@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.advice import working_advice
-from tinyrl.config.derive import AdapterFacts, ModelFacts, derive, derive_over
+from tinyrl.config.derive import derive, derive_over
 from tinyrl.config.given import Given
 from tinyrl.config.marks import Named, replace_named
 from tinyrl.config.refusal import Refusal
+from tinyrl.config.rules import AdapterFacts, ModelFacts
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
 from tinyrl.runs.places import checkpoint_of, named_run
@@ -227,7 +228,7 @@ def _check_critic(config: Config, *, bases: tuple[str, str | None]) -> None:
 
 def positions_named(path: str) -> int | None:
     """Return the number of positions of the model in a folder; None where no config.json has it."""
-    facts = _config_json(path)
+    facts = config_json(path)
     of_text = facts.get("text_config")
     facts = of_text if isinstance(of_text, dict) else facts
     positions = facts.get("max_position_embeddings", facts.get("n_positions"))
@@ -237,11 +238,11 @@ def positions_named(path: str) -> int | None:
 
 def has_vision_tower(path: str) -> bool | None:
     """Return whether config.json of a model, or of a run's checkpoint, names a vision tower; None if it is not here."""
-    facts = _config_json(_folder_of(path))
+    facts = config_json(_folder_of(path))
     return "vision_config" in facts if facts else None
 
 
-def _config_json(path: str) -> dict[str, Any]:
+def config_json(path: str) -> dict[str, Any]:
     """Return config.json of the model in a folder; {} for a hub name, and for a file that loading will refuse."""
     try:
         return json_object((starter_path(path) or Path(path)) / "config.json")

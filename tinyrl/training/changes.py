@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tinyrl.config.changes import Change, changed_settings
-from tinyrl.config.derive import READS
 from tinyrl.config.methods import and_list
 from tinyrl.config.removed import given_removed
+from tinyrl.config.rules import READS
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.data.images import Image
 from tinyrl.training.code_inputs import same_module
