@@ -615,6 +615,13 @@ def test_what_is_left_out_of_the_loss_divides_it_by_a_constant_only() -> None:
     assert counts.denominator("constant", max_new_tokens=LENGTHS) == 4 * LENGTHS
 
 
+def test_an_episode_counts_once_if_one_of_its_conversations_is_in_the_loss() -> None:
+    """Three episodes: of two conversations, one of which is left out; of one; and of one that is left out."""
+    kept = {0: [True, False], 1: [True], 2: [False]}
+    samples = [Sample([1], [1], [True], [0.0], row=0, episode=e, in_loss=x) for e, each in kept.items() for x in each]
+    assert Counts.of(experience_of(samples)).episodes == 2
+
+
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]
 
 
