@@ -389,6 +389,18 @@ def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
     assert begun(episode, [5, 6]).sequence.request.limit == 16 - 2 * 3
 
 
+def test_an_image_behind_an_answer_begins_another_row_and_a_text_does_not(server: Running) -> None:
+    """The images of a row are all in its prompt."""
+    entry = {"path": "/a.png", "sha256": "a" * 64, "size": [4, 2]}
+    shown: Any = {**MORE, "content": "\ufffcand?", "images": [entry]}
+    first = begun(server.episode, [5, 6], ClientInput(messages=[USER]))
+    sampled(first.sequence, [40], "eos")
+    first.answered({"content": "x"})
+    said: Any = {"role": "assistant", "content": "x"}
+    calls = [begun(server.episode, [5], ClientInput(messages=[USER, said, behind])) for behind in (shown, MORE)]
+    assert [call.conversation is first.conversation for call in calls] == [False, True]
+
+
 def test_a_call_is_rendered_and_encoded_in_a_thread_of_its_own(server: Running) -> None:
     names = set[str]()
 

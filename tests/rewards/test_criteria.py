@@ -15,6 +15,7 @@ from tests.rewards.judge_server import Judge, reward
 from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.rewards.rubric import read_rubric
+from tinyrl.rewards.verdict import scores_within
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.show import render_samples, select_samples
 from tinyrl.tasks import load_task
@@ -49,19 +50,26 @@ def test_a_criterion_of_weight_0_is_scored_and_counts_for_nothing(serving: Any, 
     assert call.parts["short"] == [0.8]
 
 
+REPLIES: list[tuple[Any, bool]] = [
+    ({"right": 1}, False),
+    ({"right": 1, "short": 5}, True),
+    ({"right": 1, "short": 5, "kind": 3}, True),  # what nobody asked about
+    ({"right": 1, "short": None}, False),
+    ({"right": 2, "short": 5}, False),  # above its own scale
+    ({"right": 1, "short": -1}, False),
+    ([1, 5], False),
+    (1, False),
+]
+
+
+@pytest.mark.parametrize(("scores", "has_score"), REPLIES)
+def test_scores_are_one_of_each_criterion_on_its_scale(scores: Any, has_score: bool) -> None:
+    found = scores_within(scores, scales={"right": (0.0, 1.0), "short": (0.0, 10.0)})
+    assert found == ({"right": 1.0, "short": 5.0} if has_score else None)
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("scores", "has_score"),
-    [
-        ({"right": 1, "short": 5}, True),
-        ({"right": 1, "short": 5, "kind": 3}, True),  # what nobody asked about
-        ({"right": 1}, False),
-        ({"right": 1, "short": None}, False),
-        ({"right": 2, "short": 5}, False),  # above its own scale
-        ([1, 5], False),
-        (1, False),
-    ],
-)
+@pytest.mark.parametrize(("scores", "has_score"), REPLIES)
 def test_a_reply_without_a_score_of_each_criterion_drops_its_row(
     scores: Any, has_score: bool, serving: Any, tmp_path: Path
 ) -> None:

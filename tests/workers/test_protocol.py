@@ -26,19 +26,19 @@ REWARD = """
             {does}
         return [float(len(text)) for text in completions]
 """
-FORGED = '{"id": %d, "values": ["x", "y", "z"], "failures": [], "comments": [], "slowest": null}'
+FORGED = '{"id": %d, "values": [1.0, "y", 3.0], "failures": [], "comments": [], "slowest": null}'
 
 
 @pytest.mark.parametrize(
     "does",
     [
+        r'[into_every_descriptor(FORGED % call + b"\n") for call in range(9)]',
         r'into_every_descriptor(b"junk")',
         r'into_every_descriptor(b"junk\n")',
         r'into_every_descriptor(b"{}\n")',
         r'into_every_descriptor(b"[1]\n")',
         r'into_every_descriptor(b"\xff\n")',
         r'into_every_descriptor(b"[" * 100_000 + b"\n")',
-        r'[into_every_descriptor(FORGED % call + b"\n") for call in range(9)]',
         r'into_every_descriptor(FORGED % (2 if len(prompts) > 1 else 3) + b"\n")',
         "json.JSONEncoder.iterencode = lambda *_, **__: ['{}']",
         "os.closerange(3, 64)",
