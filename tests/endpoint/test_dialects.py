@@ -396,6 +396,15 @@ def talk(harness: Chat) -> list[str]:
     return [harness.say("hello"), harness.say("and?")]
 
 
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (408, "invalid_request_error"), (413, "request_too_large"),
+     (429, "rate_limit_error"), (499, "invalid_request_error"), (500, "api_error"), (503, "api_error")],
+)  # fmt: skip
+def test_an_error_of_messages_is_the_clients_below_500(status: int, kind: str) -> None:
+    assert Messages.error(Refused(status, "no")) == {"type": "error", "error": {"type": kind, "message": "no"}}
+
+
 @EACH
 @pytest.mark.wide
 def test_an_episode_through_each_dialect_gives_the_same_samples(sampled: Listening, kind: Any, streams: int) -> None:
