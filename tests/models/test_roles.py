@@ -49,6 +49,14 @@ def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make: An
         assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
 
 
+def test_a_policy_that_computes_no_numbers_is_not_its_reference(tiny: TinyModels):
+    roles = lora_roles(tiny("llama"))
+    roles.check_reference([[5, 6, 7]], temperature=1.0)
+    next(iter(roles.parameters["policy"].values())).data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="policy and reference differ"):
+        roles.check_reference([[5, 6, 7]], temperature=1.0)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3-moe", "gemma4", "qwen3.5", "gemma2"])
 @pytest.mark.wide
 def test_a_frozen_copy_in_half_precision_computes_what_float32_weights_do(kind: str, tiny: TinyModels):

@@ -90,19 +90,24 @@ def test_the_loss_of_a_pair_by_hand(settings: dict[str, Any], expected: float) -
 
 
 def test_the_reference_point_of_kto_is_of_answers_behind_the_next_pairs_prompt(model: Path, tmp_path: Path) -> None:
-    """The library's own logits, one answer at a time."""
+    """The library's own logits, one answer at a time. A pair that is too long behind that prompt is left out."""
     method = on_all("dpo", model, tmp_path, SIX, dpo={"loss": "kto"})
     plain, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
     stir(method.policy.parameters["policy"], seed=6)  # with this seed answers behind others' prompts are likelier
     stir(dict(plain.named_parameters()), seed=6)
-    pairs, drifts = pairs_of(method), list[float]()
+    pairs, drifts, lengths = pairs_of(method), list[float](), list[int]()
     for pair, following in zip(pairs, pairs[1:] + pairs[:1], strict=True):
         for answer in following.responses:
             ours, theirs = (plain_logprobs(one, pair, answer).item() for one in (plain, reference))
             drifts.append(ours - theirs)
+            lengths.append(len(pair.prompt) + max(map(len, following.responses)))
     found = dpo.reference_point(method, pairs)
     assert found == pytest.approx(sum(drifts) / len(drifts), rel=1e-3)
     assert found > 0.1
+    method.config = method.config.with_setting("dpo.max_tokens", max(lengths) - 1)
+    short = [drift for drift, length in zip(drifts, lengths, strict=True) if length < max(lengths)]
+    assert len(short) == len(drifts) - 2
+    assert dpo.reference_point(method, pairs) == pytest.approx(sum(short) / len(short), rel=1e-3)
 
 
 def test_a_reference_that_is_another_model_stops_the_run(

@@ -96,12 +96,14 @@ def test_results_arrive_as_they_were_and_others_are_malformed():
         ("values", [1.0]),
         ("values", {"0": 1.0}),
         ("failures", [[2, "no such row"]]),
+        ("failures", [[-1, "no such row"]]),
         ("failures", [["0", "why"]]),
         ("failures", None),
         ("comments", ["one"]),
         ("comments", [1, 2]),
         ("slowest", [0.25]),
         ("slowest", [0.25, 2]),
+        ("slowest", [0.25, -1]),
     ):
         with pytest.raises(protocol.Malformed):
             protocol.results_in({**reply, name: wrong}, 2)
