@@ -88,6 +88,14 @@ def test_what_is_in_order() -> None:
         check(**sections)
 
 
+def test_a_server_samples_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"generation": {"engine": "server", "url": "http://127.0.0.1:1"}}
+    check(**served)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "generation.engine=server" in refused(**served)
+
+
 @pytest.mark.parametrize(("sections", "named"), REFUSED)
 def test_what_is_not_there_is_refused(sections: dict[str, Any], named: str) -> None:
     assert named in refused(**sections)
@@ -106,14 +114,6 @@ def test_what_is_not_there_is_refused(sections: dict[str, Any], named: str) -> N
         ("", ["model.path=./modle"], "override 'model.path=./modle': "),
     ],
 )
-def test_a_server_samples_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    served = {"generation": {"engine": "server", "url": "http://127.0.0.1:1"}}
-    check(**served)
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert "generation.engine=server" in refused(**served)
-
-
 def test_a_refusal_names_the_line_of_a_recipe_or_the_override(
     lines: str, typed: list[str], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
