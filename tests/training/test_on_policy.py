@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,18 @@ def loss_of(
     section = config_of({"method": "grpo", "grpo": {"preset": preset, "kl_coef": 0.0, **fields}}).grpo
     options = loss_options(section, max_new_tokens=LENGTHS, inexact=True)
     return policy_loss(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, inputs, counts, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "several"),
+    [({}, False), ({"minibatch_size": 16}, False), ({"minibatch_size": 8}, True), ({"num_epochs": 2}, True)],
+)
+def test_old_log_probabilities_are_computed_where_several_optimizer_steps_use_a_sample(
+    given: dict[str, int], several: bool
+) -> None:
+    grpo = {"num_prompts": 4, "group_size": 4, **given}
+    trainer: Any = SimpleNamespace(config=config_of({"method": "grpo", "grpo": grpo}))
+    assert OnPolicy.uses_old_logprobs.fget(trainer) is several  # pyright: ignore[reportOptionalCall]
 
 
 def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
