@@ -285,6 +285,7 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),
+        ("grpo", ["max_steps=25", "warmup_ratio=1.0"], "run.num_steps=25"),  # no share
         ("grpo", ["log_completions=true", "seed=1"], "run.seed=1"),
         ("grpo", ["vllm_server_base_url=http://127.0.0.1:8000"],
          "generation.engine=server generation.url=http://127.0.0.1:8000"),

@@ -50,6 +50,7 @@ def test_scalars_are_parsed_as_people_mean_them(text: str, value: Any):
         ("a: 1\nb: [1, 2\n", "f.yaml:3: ", "broken YAML"),
         ("a: 1\n---\nb: 2\n", "f.yaml:2: ", "another document"),
         ("a: [{b: 1, b: 2}]", "f.yaml:1: ", "`b`"),
+        ("a: 1\nb: 2\nc: 3\nb: 4\n", "f.yaml:4: ", "`b` .* line 2"),
         ("a: &x [1]\nb: *x\n", "f.yaml:2: ", "no aliases"),
         ("a: !!python/object/apply:os.system [ls]\n", "f.yaml:1: ", "python/object/apply:os.system"),
         (f"a: {'9' * 5000}\n", "f.yaml: ", "digits"),
