@@ -8,6 +8,7 @@ import math
 import re
 import sqlite3
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
 from tinyrl.rewards.question import question_of
-from tinyrl.rewards.rubric import Rubric, named_scale
+from tinyrl.rewards.rubric import Rubric, check_scale, named_scale
 from tinyrl.rollout.preflight import check_before_loading
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import changed_config, config_of
@@ -469,6 +470,20 @@ def test_a_run_asks_no_more_than_was_counted(serving: Any, tiny: TinyModels, tmp
 )
 def test_the_scale_that_a_rubric_speaks_of(rubric: str, named: tuple[float | None, float] | None) -> None:
     assert named_scale(rubric) == named
+
+
+@pytest.mark.parametrize(
+    ("rubric", "is_other"),
+    [
+        ("Give a score from 0 to 10.", False),
+        ("Give a score out of 10.", False),
+        ("Give a score from 1 to 10.", True),  # its low end alone
+        ("Give a score from 0 to 5.", True),
+    ],
+)
+def test_a_scale_is_another_one_by_either_of_its_ends(rubric: str, is_other: bool) -> None:
+    with pytest.raises(ValueError, match="scale") if is_other else nullcontext():
+        check_scale(rubric, "the rubric", [0.0, 10.0])
 
 
 def test_a_rubric_of_another_scale_than_the_default_is_refused_before_loading(tmp_path: Path) -> None:
