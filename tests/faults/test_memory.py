@@ -127,7 +127,7 @@ def test_an_update_that_does_not_fit_is_redone_in_smaller_micro_batches(wide_mod
 
 
 def resident_mb() -> float:
-    """Return the megabytes of memory that this process has, without pages of libraries, which come when they are used."""
+    """Return the megabytes that this process has allocated: pages of libraries come when they are used."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) / 1024
 

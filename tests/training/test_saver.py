@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,10 @@ from transformers import AutoTokenizer, GenerationConfig
 from tests import running
 from tests.training.rows import chat_model, loaded
 from tinyrl.config.schema import Config
+from tinyrl.models.parallel import ALONE
+from tinyrl.process.errors import Interrupted
 from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag, check_stop
 from tinyrl.runs.checkpoint import list_checkpoints, write_checkpoint
 from tinyrl.tools.check import check
 from tinyrl.tools.export import export
@@ -102,3 +107,20 @@ def test_only_on_a_full_disk_the_oldest_checkpoint_gives_way(number: int, left: 
     with pytest.raises(OSError, match="no"):
         Saver._write_checkpoint(saver, tmp_path, RunState(step=4), best=tmp_path / "step-000003")
     assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"step-{step:06d}" for step in left]
+
+
+def test_a_stop_waits_for_the_end_of_a_save(tmp_path: Path) -> None:
+    def write(*given: Any, **named: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        check_stop()
+
+    folder = SimpleNamespace(checkpoints=tmp_path, lock=SimpleNamespace(check=lambda: None))
+    run = SimpleNamespace(keep_checkpoints=1)
+    saver: Any = SimpleNamespace(
+        world=ALONE, folder=folder, config=SimpleNamespace(run=run), _write_checkpoint=write, _resumed_step=-1
+    )
+    with StopFlag():
+        Saver.save(saver, RunState(step=3))
+        assert (saver.saved, saver.saved_step) == (True, 3)
+        with pytest.raises(Interrupted):
+            check_stop()
