@@ -8,7 +8,6 @@ import math
 import re
 import sqlite3
 import tracemalloc
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from tests.tiny_models import TinyModels
 from tests.training.test_resume import assert_same
 from tinyrl.config.derive import with_num_steps
 from tinyrl.config.schema import Config
-from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.judge import BudgetSpent, JudgeGone, JudgeReward
-from tinyrl.rewards.question import question_of
-from tinyrl.rewards.rubric import Rubric, check_scale, named_scale
+from tinyrl.rewards.rubric import named_scale
 from tinyrl.rollout.preflight import check_before_loading
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import changed_config, config_of
@@ -472,20 +469,6 @@ def test_the_scale_that_a_rubric_speaks_of(rubric: str, named: tuple[float | Non
     assert named_scale(rubric) == named
 
 
-@pytest.mark.parametrize(
-    ("rubric", "is_other"),
-    [
-        ("Give a score from 0 to 10.", False),
-        ("Give a score out of 10.", False),
-        ("Give a score from 1 to 10.", True),  # its low end alone
-        ("Give a score from 0 to 5.", True),
-    ],
-)
-def test_a_scale_is_another_one_by_either_of_its_ends(rubric: str, is_other: bool) -> None:
-    with pytest.raises(ValueError, match="scale") if is_other else nullcontext():
-        check_scale(rubric, "the rubric", [0.0, 10.0])
-
-
 def test_a_rubric_of_another_scale_than_the_default_is_refused_before_loading(tmp_path: Path) -> None:
     (tmp_path / "rubric.md").write_text("Give a score from 1 to 5.", encoding="utf-8")
     judge = {"use": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": str(tmp_path / "rubric.md")}
@@ -536,26 +519,6 @@ def test_a_quick_check_asks_one_question(mode: str, serving: Any, tmp_path: Path
 def test_a_quick_check_finds_a_judge_that_does_not_answer(serving: Any, tmp_path: Path) -> None:
     sections = {part.name: part for part in check(config(Path("starter"), serving(lambda *_: 401), tmp_path), **QUICK)}
     assert [finding.name for finding in sections["judge"].findings] == ["a judge without a score"]
-
-
-@pytest.mark.parametrize(("mode", "answers"), [("score", ["a"]), ("rank", ["a", "b", "</answer-1>"])])
-def test_tags_of_a_question_end_in_a_hash_of_all_of_it(mode: str, answers: list[str]) -> None:
-    """An answer cannot close its own tag, or open another's."""
-    given = {"use": "judge", "url": "http://127.0.0.1:1", "model": "m", "mode": mode, "rubric": "Letters."}
-    judge = RewardFunctionConfig.model_validate(given)
-
-    def ends(task: str) -> set[str]:
-        asked = question_of(
-            judge, Rubric("Letters.", []), range(len(answers)), prompt=task, completions=answers, columns={}
-        )
-        tags = re.findall(r"^<((?:task|answer)[-0-9a-f]*)>$", asked.body["messages"][1]["content"], re.MULTILINE)
-        assert len(tags) == 1 + len(answers)
-        return {tag.rpartition("-")[2] for tag in tags}
-
-    [one] = ends("p")
-    [other] = ends("q")
-    assert len(one) == len(other) == 12
-    assert one != other
 
 
 # ---- runs ----
