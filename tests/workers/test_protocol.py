@@ -2,8 +2,10 @@
 
 import math
 import textwrap
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from tinyrl.environments.worker_service import EnvironmentFacts
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import protocol
 from tinyrl.workers.loading import use_of
-from tinyrl.workers.values import RowFailure, RowResults
+from tinyrl.workers.process import CallFailed
+from tinyrl.workers.values import RowFailure, RowResults, is_score
 
 REWARD = """
     import contextlib, json, os, time
@@ -107,6 +110,17 @@ def test_results_arrive_as_they_were_and_others_are_malformed():
     ):
         with pytest.raises(protocol.Malformed):
             protocol.results_in({**reply, name: wrong}, 2)
+
+
+@pytest.mark.parametrize(("values", "is_reply"), [([1.0, None], True), ([1.0, "y"], False), ([1.0, math.inf], False)])
+def test_a_reply_with_one_value_that_is_no_score_is_none(
+    values: list[Any], is_reply: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"call": "score", "is_valid": is_score, "shared": {}, "timeout_s": 1.0}
+    with FunctionReward(use_of(partial(len)), setting="reward") as reward:
+        monkeypatch.setattr(reward, "_reply", lambda *_: protocol.encode_results(RowResults(values)))
+        with nullcontext() if is_reply else pytest.raises(CallFailed):
+            assert reward._ask({"completions": ["a", "b"]}, 2, **how).values == values
 
 
 def test_a_record_that_is_not_the_hosts_does_not_load() -> None:
