@@ -526,7 +526,7 @@ VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictio
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([*METHODS]) | SCALARS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example({1: 2}, None)
 @example({None: 1, 0: 1, "model": None, "lora": {None: 1, 0: 1}}, None)
 @example({"grpo": {None: 1}, "task": {"columns": {1: [2]}}}, "grpo")

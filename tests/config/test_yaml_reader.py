@@ -75,7 +75,7 @@ PLAIN = st.recursive(
 
 
 @given(st.dictionaries(TEXT, PLAIN, max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_a_dump_is_read_back(values: dict[str, Any]):
     whole = {"x": values, "y": values}  # no alias
     assert parse_plain(dump_plain(whole).encode().decode(), "f.yaml") == whole

@@ -102,7 +102,7 @@ def test_images_are_read_where_rows_are_text(tmp_path: Path, capfd: pytest.Captu
         reward={"functions": [{"use": use_of(partial(letters))}]},
         generation={"max_prompt_tokens": 128, "max_new_tokens": 32},
         grpo={"num_prompts": 2, "group_size": 2},
-        run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
     )
     code, run, _ = running.train(config, tmp_path)
     assert code == 0

@@ -404,6 +404,7 @@ def test_a_client_is_kept_while_it_takes_enough_of_its_stream(
     listening: Listening, connections: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As looked at twice: one byte of what waited has been taken, and none."""
+    one: Any
     monkeypatch.setattr(endpoint_file, "LEAST_TAKEN", 1)
 
     async def look(*, taken: int) -> bool:
