@@ -56,7 +56,7 @@ def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[
     return [float(len({*str(completion)})) for completion in completions]
 
 
-@pytest.mark.slow  # Fast: test_agents_by_family.py, and generation/test_turns_with_images.py for pictures.
+@pytest.mark.slow  # Fast: test_agents.py for a picture behind an answer, and test_agents_by_family.py.
 @pytest.mark.usefixtures("image_cache")
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
 def test_calls_with_images_are_trained_as_they_were_sampled(family: str, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_trial_of_the_largest_step_credits_responses(model: Path, tmp_path: Pa
     assert (method.config.grpo.credit, grpo.credit) == ("turn", "episode")
 
 
-@pytest.mark.slow  # Fast: the largest step of other settings in tools/check/test_check.py.
+@pytest.mark.slow  # Fast: its settings (above), and that of other runs in tools/check/test_check.py.
 def test_the_largest_step_of_a_check_is_trained(model: Path, tmp_path: Path) -> None:
     """Its responses are as long as they may be, and no episodes."""
     method = load_method(prepare(game(model, tmp_path, "respond")), options=Options(device="cpu"))
