@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer
@@ -17,7 +18,7 @@ from tinyrl.cli.commands import app
 from tinyrl.cli.options import user_errors
 from tinyrl.config.recipe import dump_config
 from tinyrl.config.schema import Config
-from tinyrl.process.errors import GuardStop, OutOfRoom, Signalled
+from tinyrl.process.errors import ExplainedByCheck, GuardStop, OutOfRoom, Signalled
 from tinyrl.rollout.prepared import PreparedRun
 from tinyrl.runs.resolve import config_of
 
@@ -248,6 +249,19 @@ def test_a_run_is_started_with_what_is_given_and_its_exit_code_is_ours(monkeypat
     assert (how["name"], how["output_dir"], how["overwrite"]) == ("x", "out", True)
     assert config.grpo is not None
     assert (config.grpo.kl_coef, config.optim.learning_rate) == (0.05, 0.0003)
+
+
+@pytest.mark.parametrize(
+    ("error", "points"), [(ExplainedByCheck("all fail"), True), (OutOfRoom("memory"), True), (ValueError("x"), False)]
+)
+def test_a_start_that_fails_points_to_check_where_that_explains_more(
+    error: Exception, points: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinyrl.training.launch.start", mock.Mock(side_effect=error))
+    done = run("train", "grpo", "r.yaml")
+    assert done.exit_code == (4 if isinstance(error, OutOfRoom) else 2)
+    assert str(error) in done.stderr
+    assert ("tinyrl check" in done.stderr) is points
 
 
 def test_lists_version_and_help(monkeypatch: pytest.MonkeyPatch):

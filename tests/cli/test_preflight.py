@@ -88,6 +88,14 @@ def test_what_is_in_order() -> None:
         check(**sections)
 
 
+def test_a_server_samples_for_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"engine": "server", "url": "http://127.0.0.1:1"}
+    check(generation=served)
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "generation.engine=server" in refused(generation=served)
+
+
 @pytest.mark.parametrize(("sections", "named"), REFUSED)
 def test_what_is_not_there_is_refused(sections: dict[str, Any], named: str) -> None:
     assert named in refused(**sections)

@@ -12,8 +12,9 @@ from typer.testing import CliRunner, Result
 
 from tests import running
 from tests.tiny_models import TinyModels
+from tinyrl.cli import seeds
 from tinyrl.cli.commands import app
-from tinyrl.cli.seeds import SeedCommands, SeedRuns, _run_process, chosen_seeds, prepare_seeds, typed_seeds
+from tinyrl.cli.seeds import SeedCommands, SeedRuns, _run_process, chosen_seeds, prepare_seeds, train_seeds, typed_seeds
 from tinyrl.cli.train import typed_config
 from tinyrl.process.launched import Options
 from tinyrl.process.signals import StopFlag
@@ -119,6 +120,29 @@ def test_a_stop_is_passed_on_to_the_seed_that_runs() -> None:
         assert _run_process(sleeps) == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(
+    ("codes", "code", "reported"),
+    [
+        ([0, 0, 0], 0, [0, 1, 2]),
+        ([0, 3, 2], 3, [0]),  # the first that failed
+        ([-9, 3, 0], 137, [2]),  # SIGKILL, as shells have it
+        ([2], 2, []),  # what is refused at the first would be at all
+        ([3, 2, 0], 3, [2]),
+        ([0, 75], 75, []),  # a stop
+    ],
+)
+def test_a_seed_that_fails_gives_the_exit_code_and_the_others_are_reported(
+    codes: list[int], code: int, reported: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [*codes]
+    found = list[Path]()
+    monkeypatch.setattr(seeds, "_report", lambda folders, parent: found.extend(folders))
+    runs = SeedRuns([0, 1, 2], tmp_path / "x")
+    assert train_seeds(runs, lambda seed: left.pop(0), again="the same") == code
+    assert left == []
+    assert found == [runs.run(seed) for seed in reported]
+
+
 @pytest.fixture
 def half(tiny: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], RunDir]:
     """The words of a command whose seed 0 has run to its end, and the run of seed 1, which has begun."""
@@ -139,7 +163,7 @@ def train(words: list[str]) -> Result:
     return CliRunner().invoke(app, ["train", *words, "--seeds", "2", "--name", "x", "--device", "cpu"])
 
 
-# Fast: which seeds are trained, left and resumed, what is refused, and a stop (above).
+# Fast: exit codes and what is reported, which seeds are trained, left and resumed, what is refused (above).
 @pytest.mark.slow
 def test_a_seed_that_fails_is_named_at_the_end_and_the_others_are_reported(half: tuple[list[str], RunDir]) -> None:
     words, second = half

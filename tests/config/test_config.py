@@ -186,6 +186,7 @@ SERVER = {"engine": "server", "url": "http://a:1"}
         ("grpo", {"grpo": {**GDPO, "credit": "turn"}, **GAME}, "grpo.reward_aggregation=sum"),
         ("grpo", {"grpo": {**GTPO, "kl_coef": 0.1, "kl_estimator": "k1"}, **GAME}, "grpo.kl_estimator=k1"),
         ("ppo", {"ppo": {"num_prompts": 8, "group_size": 3, "minibatch_size": 16}}, "ppo.minibatch_size=16"),
+        ("grpo", {"grpo": {"num_prompts": 3, "group_size": 3, "minibatch_size": 4}}, "grpo.minibatch_size=4"),
         ("grpo", {"generation": {"engine": "server"}}, "generation.url"),
         ("grpo", {"generation": {"engine": "server", "url": "localhost:8000"}}, "generation.url"),
         ("distill", {"teacher": {"path": "self"}}, "teacher.hint"),

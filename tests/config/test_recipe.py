@@ -283,7 +283,7 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["seed=1", "use_bias_correction_kl=true"], "run.seed=1"),
         # the length of the run, and shares of it: ceil(0.1 x 25) = 3 optimizer steps, two of them a step
         ("grpo", ["max_steps=-1", "num_train_epochs=2"], "run.epochs=2"),
-        ("grpo", ["max_steps=25", "num_train_epochs=2"], "run.num_steps=25"),
+        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=1.0"], "run.num_steps=25"),  # 1.0 is no share
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),
@@ -528,7 +528,7 @@ VALUES = st.recursive(SCALARS, lambda one: st.lists(one, max_size=3) | st.dictio
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=4), st.sampled_from([*METHODS]) | SCALARS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example({1: 2}, None)
 @example({None: 1, 0: 1, "model": None, "lora": {None: 1, 0: 1}}, None)
 @example({"grpo": {None: 1}, "task": {"columns": {1: [2]}}}, "grpo")

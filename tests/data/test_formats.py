@@ -76,6 +76,7 @@ PAIRS: list[tuple[dict[str, Any], Scored | str]] = [
     ({"chosen": [*TALK[:3], X], "rejected": [*TALK[:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
     # both: as UltraFeedback has it, and as messages
     ({"prompt": "a", "chosen": [A, X], "rejected": [A, Y]}, Scored([A], ([X], [Y]))),
+    ({"prompt": "a", "chosen": [A, X], "rejected": [A, X, A, Y]}, Scored([A], ([X], [X, A, Y]))),
     ({"prompt": "hi\n", "chosen": [*TALK[:3], X], "rejected": [*TALK[:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
     ({"prompt": TALK[:1], "chosen": [*TALK[1:3], X], "rejected": [*TALK[1:3], Y]}, Scored(TALK[:3], ([X], [Y]))),
     ({"prompt": "a", "chosen": [A, X, A, Y], "rejected": [A, Y, A, Y]}, Scored([A], ([X, A, Y], [Y, A, Y]))),

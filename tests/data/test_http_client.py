@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tinyrl.data import http_client
-from tinyrl.data.http_client import HttpClient, NoAnswer
+from tinyrl.data.http_client import HttpClient, NoAnswer, secrets_in, without_secrets
 
 
 class Server:
@@ -87,3 +87,11 @@ def test_secrets_that_a_server_echoes_are_masked(server: Server) -> None:
     assert base64.b64encode(b"me:hunter2") not in answer.content
     answer = server.ask(headers={"Authorization": "Bearer sk-planted"})
     assert answer.json()["said"] == ["Bearer ***", "hunter2", "long-api-key", "true"]
+
+
+def test_a_secret_of_four_characters_is_masked_and_one_of_three_would_mask_pieces_of_words() -> None:
+    assert without_secrets("abc, wxyz", ["abc", "wxyz", None]) == "abc, ***"
+
+
+def test_values_of_an_address_are_secret_from_eight_characters_on() -> None:
+    assert {"12345678"} == {*secrets_in("http://h/?key=12345678&raw=1234567")} - {""}

@@ -17,7 +17,17 @@ from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noq
 from tinyrl.data import image_files, images
 from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.images import IMAGE_MARK, Image, image_ids, key_of_id, opened, place_of_id, shown_text, without_paths
+from tinyrl.data.images import (
+    IMAGE_MARK,
+    Image,
+    image_ids,
+    image_key,
+    key_of_id,
+    opened,
+    place_of_id,
+    shown_text,
+    without_paths,
+)
 
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
 
@@ -245,6 +255,12 @@ def test_ids_of_an_image_name_it_and_their_place() -> None:
     first, second = image_ids(5, 2), image_ids(6, 2)
     assert [key_of_id(token) for token in first + second] == [5, 5, 6, 6]
     assert [place_of_id(token) for token in first + second] == [0, 1, 0, 1]
+
+
+def test_ids_have_42_bits_of_the_hash_and_fit_into_63() -> None:
+    zero = image_key("0" * 64)
+    assert [image_key(f"{start:0<64}") - zero for start in ("8", "00000000004", "00000000002")] == [1 << 41, 1, 0]
+    assert image_ids(image_key("f" * 64), (1 << 20) - 1)[-1] == (1 << 63) - 2
 
 
 def test_the_mark_is_an_image_where_there_are_images_and_somebodys_text_elsewhere() -> None:

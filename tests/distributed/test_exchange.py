@@ -79,7 +79,6 @@ class NeverDone:
         return False
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize(("leaves", "message"), [(True, r"1 has left \(SIGTERM\)"), (False, "the store, has gone")])
 def test_a_process_that_leaves_or_takes_the_store_with_it_is_not_waited_for(leaves: bool, message: str) -> None:
     """In the middle of an exchange whose broken connection gloo has missed."""

@@ -389,6 +389,18 @@ def test_what_calls_sampled_is_counted_when_they_end(server: Running) -> None:
     assert begun(episode, [5, 6]).sequence.request.limit == 16 - 2 * 3
 
 
+def test_an_image_behind_an_answer_begins_another_row_and_a_text_does_not(server: Running) -> None:
+    """The images of a row are all in its prompt."""
+    entry = {"path": "/a.png", "sha256": "a" * 64, "size": [4, 2]}
+    shown: Any = {**MORE, "content": "\ufffcand?", "images": [entry]}
+    first = begun(server.episode, [5, 6], ClientInput(messages=[USER]))
+    sampled(first.sequence, [40], "eos")
+    first.answered({"content": "x"})
+    said: Any = {"role": "assistant", "content": "x"}
+    calls = [begun(server.episode, [5], ClientInput(messages=[USER, said, behind])) for behind in (shown, MORE)]
+    assert [call.conversation is first.conversation for call in calls] == [False, True]
+
+
 def test_a_call_is_rendered_and_encoded_in_a_thread_of_its_own(server: Running) -> None:
     names = set[str]()
 
@@ -746,7 +758,8 @@ def assert_conversations_are_recorded(run: RunDir) -> None:
 def test_a_run_learns_from_every_conversation_and_is_resumed(tiny: TinyModels, tmp_path: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
     environment = {"agent": f"{tmp_path / 'agents.py'}:play", "max_concurrency": 2}
-    settings = running.config("ppo", tiny("llama"), environment=environment, run={"num_steps": 2})
+    few = {"num_steps": 2, "eval_prompts": 2}
+    settings = running.config("ppo", tiny("llama"), environment=environment, ppo={"num_prompts": 4}, run=few)
     code, run, looks = running.train(settings, tmp_path, name="whole")
     assert code == 0
     last = running.metrics(run)[-1]
@@ -811,13 +824,13 @@ def test_an_agent_that_fails_once_nothing_is_left_is_truncated_and_not_dropped(
 
 def test_a_wish_of_an_agent_is_noted_once(tiny: TinyModels, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "agents.py").write_text(AGENTS, encoding="utf-8")
-    for agent, count in (("wishful", 1), ("greedy", 0)):
+    for agent, count, steps in (("wishful", 1, 2), ("greedy", 0, 1)):
         settings = running.config(
             "grpo",
             tiny("llama"),
             environment={"agent": f"{tmp_path / 'agents.py'}:{agent}", "max_concurrency": 2},
             grpo={"num_prompts": 2, "group_size": 2},
-            run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0},
+            run={"num_steps": steps, "eval_every": 0, "eval_prompts": 0},
         )
         assert running.train(settings, tmp_path, name=agent)[0] == 0
         assert capfd.readouterr().err.count("response_format") == count

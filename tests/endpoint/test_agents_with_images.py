@@ -56,7 +56,7 @@ def letters(prompts: list[Any], completions: list[Any], **columns: Any) -> list[
     return [float(len({*str(completion)})) for completion in completions]
 
 
-@pytest.mark.slow  # Fast: test_agents_by_family.py, and generation/test_turns_with_images.py for pictures.
+@pytest.mark.slow  # Fast: test_agents.py for a picture behind an answer, and test_agents_by_family.py.
 @pytest.mark.usefixtures("image_cache")
 @pytest.mark.parametrize("family", ["smolvlm", "qwen2_5_vl"])
 def test_calls_with_images_are_trained_as_they_were_sampled(family: str, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_images_are_read_where_rows_are_text(tmp_path: Path, capfd: pytest.Captu
         reward={"functions": [{"use": use_of(partial(letters))}]},
         generation={"max_prompt_tokens": 128, "max_new_tokens": 32},
         grpo={"num_prompts": 2, "group_size": 2},
-        run={"num_steps": 2, "eval_every": 0, "eval_prompts": 0},
+        run={"num_steps": 1, "eval_every": 0, "eval_prompts": 0},
     )
     code, run, _ = running.train(config, tmp_path)
     assert code == 0

@@ -229,6 +229,12 @@ def test_an_error_within_a_stream_of_a_response_is_the_clients_own_event() -> No
     assert (found.code, found.message) == ("busy", "too many")
 
 
+@pytest.mark.parametrize(("name", "status"), [("text", "completed"), ("cut off", "incomplete"), ("calls", "completed")])
+def test_a_response_and_its_message_are_incomplete_where_they_were_cut_off(name: str, status: str) -> None:
+    found = Responses({"model": "policy", "input": "x"}).whole([ENDINGS[name]], Usage(3, 4))
+    assert (found["status"], found["output"][0]["status"]) == (status, status)
+
+
 @pytest.mark.parametrize("name", ENDINGS)
 @pytest.mark.wide
 def test_a_response_is_one_of_the_clients_own_streamed_and_not(name: str) -> None:
@@ -242,7 +248,8 @@ def test_a_response_is_one_of_the_clients_own_streamed_and_not(name: str) -> Non
     assert whole.usage is not None
     assert (whole.usage.input_tokens, whole.usage.output_tokens, whole.usage.total_tokens) == (3, 4, 7)
     assert last.type == f"response.{whole.status}"
-    assert whole.status == ("incomplete" if name == "cut off" else "completed")
+    status = "incomplete" if name == "cut off" else "completed"
+    assert {whole.status, *(item.status for item in whole.output if item.type == "message")} == {status}
     assert [event.sequence_number for event in events] == [*range(len(events))]
     done = [event.item.model_dump() for event in events if event.type == "response.output_item.done"]
     assert done == [item.model_dump() for item in last.response.output]
@@ -394,6 +401,15 @@ def sampled(live: LiveScheduler) -> Iterator[Listening]:
 
 def talk(harness: Chat) -> list[str]:
     return [harness.say("hello"), harness.say("and?")]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, "invalid_request_error"), (408, "invalid_request_error"), (413, "request_too_large"),
+     (429, "rate_limit_error"), (499, "invalid_request_error"), (500, "api_error"), (503, "api_error")],
+)  # fmt: skip
+def test_an_error_of_messages_is_the_clients_below_500(status: int, kind: str) -> None:
+    assert Messages.error(Refused(status, "no")) == {"type": "error", "error": {"type": kind, "message": "no"}}
 
 
 @EACH

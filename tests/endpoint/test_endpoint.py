@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -25,7 +26,7 @@ from tests.generation.sampling import TEMPLATE, stir
 from tests.images import png
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.endpoint import endpoint as endpoint_file
-from tinyrl.endpoint.endpoint import LOCAL, Listening
+from tinyrl.endpoint.endpoint import LOCAL, Connection, Listening
 from tinyrl.endpoint.live_answer import Choice
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request
@@ -378,40 +379,60 @@ def test_a_client_that_does_not_read_its_stream_is_let_go(
     monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
     with streaming(listening) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while listening.endpoint.num_sequences and time.monotonic() < until:
             time.sleep(0.01)
         assert listening.endpoint.num_sequences == 0
         assert b"[DONE]" not in connection.makefile("rb").read()
 
 
-def test_a_client_that_takes_enough_of_its_stream_is_kept(
-    listening: Listening, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The server's side of each connection that is made."""
+    found = list[Connection]()
+    made = Connection.connection_made
+
+    def noted(connection: Connection, transport: Any) -> None:
+        found.append(connection)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", noted)
+    return found
+
+
+def test_a_client_is_kept_while_it_takes_enough_of_its_stream(
+    listening: Listening, connections: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
+    """As looked at twice: one byte of what waited has been taken, and none."""
+    one: Any
     monkeypatch.setattr(endpoint_file, "LEAST_TAKEN", 1)
-    found = b""
-    with streaming(listening) as connection:
-        while piece := connection.recv(1 << 12):
-            found += piece
-            time.sleep(0.02)
-    assert found.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+    async def look(*, taken: int) -> bool:
+        waiting: int = one.transport.get_write_buffer_size()
+        one._end_unread(waiting + taken)
+        return one.transport.is_closing()
+
+    with streaming(listening) as client:
+        assert client.recv(100)
+        [one] = connections
+        while one._looks is None:  # until writing is paused
+            time.sleep(0.01)
+        assert [asyncio.run_coroutine_threadsafe(look(taken=n), one.loop).result(60) for n in (1, 0)] == [False, True]
 
 
-def test_an_answer_that_takes_longer_than_a_request_may_is_sent(
-    listening: Listening, monkeypatch: pytest.MonkeyPatch
+def test_a_request_that_is_being_answered_has_no_timer(
+    listening: Listening, connections: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.05)
-    monkeypatch.setattr(endpoint_file, "render_prompt", slowly(render_prompt))
+    """So that its answer may take longer than a request. Before its headers it has one, and after its answer again."""
+    timers = list[Any]()
+
+    def noted(*given: Any, **named: Any) -> Any:
+        timers.extend(one._ends for one in connections)
+        return render_prompt(*given, **named)
+
+    monkeypatch.setattr(endpoint_file, "render_prompt", noted)
     assert status_of(listening, "completions", {})[0] == 200
-
-
-def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
-    def later(*given: Any, **named: Any) -> Any:
-        time.sleep(0.3)
-        return function(*given, **named)
-
-    return later
+    assert timers == [None]
 
 
 def test_an_answer_that_is_cut_off_at_the_end_logs_no_traceback(

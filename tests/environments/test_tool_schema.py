@@ -67,7 +67,7 @@ HINTS = [
 ]  # fmt: skip
 REFUSED_HINTS = [
     Own, bytes, set[int], Sequence[int], object, Nothing, Place, tuple[int], tuple[int, ...], Literal[b"x"],
-    list[Own], dict[str, Own], int | Own, Union, Callable[[int], int],
+    Literal[Level.LOW], list[Own], dict[str, Own], int | Own, Union, Callable[[int], int],
 ]  # fmt: skip
 TEXTS = [
     TEXT,

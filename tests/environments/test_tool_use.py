@@ -509,6 +509,16 @@ def test_an_episode_played_live_or_again_from_its_beginning(
     assert Wordle.made == made
 
 
+def test_of_live_instances_the_one_that_was_kept_longest_ago_is_dropped(
+    wordle: ClassEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes the place of an identical one is new."""
+    monkeypatch.setattr(trl_classes, "MOST_LIVE", 2)
+    for key, instance in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
+        wordle._keep(key, instance)
+    assert wordle._live == {"a": 3, "c": 4}
+
+
 def test_episodes_that_part_do_not_meet_again(wordle: ClassEnvironment) -> None:
     columns = {"word": ["cats", "cats"], "seed": [0, 0]}
     wordle.respond(["p", "p"], [until(0)] * 2, **columns)

@@ -161,7 +161,7 @@ def test_on_a_disk_without_room_for_one_more_checkpoint_the_oldest_gives_way(
     assert_same(whole, run, STEPS)
 
 
-@pytest.mark.slow  # Fast: the two full disks above.
+@pytest.mark.slow  # Fast: the two full disks above, and what gives way in training/test_saver.py.
 def test_a_disk_that_stays_read_only_leaves_the_older_checkpoint_and_training_goes_on(
     model: Path, disk: Path, whole: RunDir
 ) -> None:

@@ -86,7 +86,7 @@ def failed_rows(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.failed_rewards.read_text().splitlines()]
 
 
-# Fast: test_resuming.py for changed and moved sources, and below what is wrong with rows of an own task.
+# Fast: test_resuming.py for its code as an input, changed and moved, and below what is wrong with its rows.
 @pytest.mark.slow
 def test_a_run_goes_on_from_another_folder_exports_is_evaluated_and_refuses_another_verifier(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,7 +121,7 @@ def test_a_run_goes_on_from_another_folder_exports_is_evaluated_and_refuses_anot
     assert 0 < found["reward_mean"] < 7
 
 
-@pytest.mark.slow  # Fast: rewards/test_functions.py finds a row that hangs, through the same worker.
+@pytest.mark.slow  # Fast: its seconds in tasks/test_loading.py; a row that hangs in rewards/test_functions.py.
 def test_a_row_whose_verifier_hangs_is_lost_and_the_run_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +144,7 @@ def test_a_row_whose_verifier_hangs_is_lost_and_the_run_goes_on(
     assert workers_left({os.getpid()}) == []
 
 
-@pytest.mark.slow  # Fast: test_functions.py has an environment that dies.
+@pytest.mark.slow  # Fast: its seconds in tasks/test_loading.py; test_functions.py has an environment that dies.
 def test_episodes_of_an_own_task_are_answered_by_a_worker_which_may_die(model: Path, tmp_path: Path) -> None:
     write_task(tmp_path, more=REPLIES, respond="respond", stop="tuple('abcdefghijklmnopqrstuvwxyz ')")
     own = settings(model, f"{tmp_path / 'letters.py'}:TASK", environment={"max_turns": 2, "timeout_s": 20.0})

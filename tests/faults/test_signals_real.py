@@ -70,7 +70,7 @@ def train_until(settings: Config, folder: Path, number: int, phase: str) -> None
     train(settings, folder)
 
 
-@pytest.mark.slow  # Fast: test_kill.py ends a process, test_resume.py and api/test_api.py send signals to their own.
+@pytest.mark.slow  # Fast: test_kill.py; signals to the test's own process in test_resume.py, test_saver.py, api/.
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_a_signal_in_any_phase_leaves_a_checkpoint_and_loses_nothing(
     name: str, phase: str, model: Path, whole: RunDir, tmp_path: Path

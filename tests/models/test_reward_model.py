@@ -61,6 +61,16 @@ def test_the_score_is_that_of_the_last_token(tiny: TinyModels, kind: str, pad_is
     assert len({round(score, 4) for score in expected}) == len(TEXTS) - 1  # the empty text is read as EOS
 
 
+def test_tokens_without_an_embedding_are_left_out(tiny: TinyModels):
+    """As those of images. Of a row that has no others the first token of the vocabulary is scored."""
+    model = load(tiny.reward("gpt2"))
+    last = model.num_ids - 1
+    rows = [[5, last + 1, last], [5, last], [last + 1], [0]]
+    scores = model.reward_scores(rows, micro_batches=MicroBatches(CPU, 100))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6)
+    assert scores[2] == pytest.approx(scores[3], abs=1e-6)
+
+
 def test_an_encoder_without_eos_is_a_reward_model_too(tmp_path: Path):
     tokenizer = tiny_tokenizer(vocabulary=("good", "bad"))
     config = BertConfig(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,22 @@ def test_reference_is_the_policy_at_the_start_and_stays(tmp_path: Path, make: An
         assert roles.reference_model is not None
         assert {p.dtype for p in roles.reference_model.parameters() if p.dim() > 1} == {dtype}
         assert {p.dtype for p in roles.parameters["policy"].values()} == {torch.float32}
+
+
+@pytest.mark.parametrize(("logprob", "agrees"), [(-1.0, True), (-1.5, False), (torch.nan, False), (-torch.inf, False)])
+def test_a_policy_with_other_numbers_or_none_is_not_its_reference(logprob: float, agrees: bool):
+    """Whose log-probability is -1."""
+    policy: Any = SimpleNamespace(
+        has_reference=True,
+        dtype=torch.float32,
+        batch_of=lambda items: items,
+        acting=lambda role: contextlib.nullcontext(),
+        run_device=SimpleNamespace(autocast=contextlib.nullcontext),
+        logprobs=lambda role, batch, temperature: [torch.tensor([logprob if role == "policy" else -1.0])],
+        _describe_reference=lambda: "a copy",
+    )
+    with contextlib.nullcontext() if agrees else pytest.raises(ValueError, match="policy and reference differ"):
+        Policy.check_reference(policy, [[5, 6, 7]], temperature=1.0)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3-moe", "gemma4", "qwen3.5", "gemma2"])

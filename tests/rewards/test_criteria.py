@@ -16,6 +16,7 @@ from tests.tiny_models import TinyModels
 from tinyrl.config.sections import RewardFunctionConfig
 from tinyrl.data.writers import write_rows
 from tinyrl.rewards.rubric import read_rubric
+from tinyrl.rewards.verdict import scores_within
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.show import render_samples, select_samples
@@ -51,19 +52,26 @@ def test_a_criterion_of_weight_0_is_scored_and_counts_for_nothing(serving: Any, 
     assert call.parts["short"] == [0.8]
 
 
+REPLIES: list[tuple[Any, bool]] = [
+    ({"right": 1}, False),
+    ({"right": 1, "short": 5}, True),
+    ({"right": 1, "short": 5, "kind": 3}, True),  # what nobody asked about
+    ({"right": 1, "short": None}, False),
+    ({"right": 2, "short": 5}, False),  # above its own scale
+    ({"right": 1, "short": -1}, False),
+    ([1, 5], False),
+    (1, False),
+]
+
+
+@pytest.mark.parametrize(("scores", "has_score"), REPLIES)
+def test_scores_are_one_of_each_criterion_on_its_scale(scores: Any, has_score: bool) -> None:
+    found = scores_within(scores, scales={"right": (0.0, 1.0), "short": (0.0, 10.0)})
+    assert found == ({"right": 1.0, "short": 5.0} if has_score else None)
+
+
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("scores", "has_score"),
-    [
-        ({"right": 1, "short": 5}, True),
-        ({"right": 1, "short": 5, "kind": 3}, True),  # what nobody asked about
-        ({"right": 1}, False),
-        ({"right": 1, "short": None}, False),
-        ({"right": 2, "short": 5}, False),  # above its own scale
-        ([1, 5], False),
-        (1, False),
-    ],
-)
+@pytest.mark.parametrize(("scores", "has_score"), REPLIES)
 def test_a_reply_without_a_score_of_each_criterion_drops_its_row(
     scores: Any, has_score: bool, serving: Any, tmp_path: Path
 ) -> None:
@@ -191,15 +199,13 @@ def test_each_criterion_is_a_metric_and_shown_in_samples_and_report(
     judge: Judge = serving(of_letters)
     values = {**ADDRESS, "url": judge.url, "criteria": [RIGHT, SHORT], "allow_weak": True}
     functions = [{**values, "cache": str(tmp_path / "cache.sqlite")}]
-    settings = running.config("grpo", tiny("llama"), reward={"functions": functions}, run={"num_steps": 2})
+    settings = running.config("grpo", tiny("llama"), reward={"functions": functions}, run={"num_steps": 1})
     code, run, _ = running.train(settings, tmp_path)
     assert code == 0
-    of_steps = [line for line in running.metrics(run) if "reward/judge" in line]
-    assert [line["step"] for line in of_steps] == [1, 2]
-    for line in of_steps:
-        mean = (3 * line["reward/judge/right"] + line["reward/judge/short"]) / 4
-        assert line["reward/judge"] == pytest.approx(mean, abs=1e-6)
-        assert line["reward/mean"] == pytest.approx(line["reward/judge"], abs=1e-6)
+    [line] = [line for line in running.metrics(run) if "reward/judge" in line]
+    mean = (3 * line["reward/judge/right"] + line["reward/judge/short"]) / 4
+    assert (line["step"], line["reward/judge"]) == (1, pytest.approx(mean, abs=1e-6))
+    assert line["reward/mean"] == pytest.approx(line["reward/judge"], abs=1e-6)
     assert any("eval/reward/judge/short" in line for line in running.metrics(run))
     [row] = select_samples(run.samples, [], kind="train", step=1, num=1, prompt=None, worst=False, unsolved=None)
     assert {*row["rewards"]} == {"judge", "judge/right", "judge/short"}

@@ -111,6 +111,18 @@ def test_our_own_verifiers_have_none() -> None:
         assert not find_holes(score, task, rows, known_answers(task, rows)).holes
 
 
+def test_a_wrong_text_as_long_as_the_longest_right_answer_shows_what_a_short_one_scores() -> None:
+    """Right ones score 1, wrong ones of that length 0, longer ones -9 and all others 0.9: which is most of the way."""
+    longest = len("<think>\nLet me think step by step.\n</think>\n<answer>\n22\n</answer>")
+
+    def judge(c: str, a: str) -> float:
+        if not is_wrong(c, a):
+            return 1.0
+        return {True: 0.0, False: 0.9 if len(c) < longest else -9.0}[len(c) == longest]
+
+    assert {hole.score for hole in attacked(judge).holes} == {0.9}
+
+
 def test_a_reward_that_pays_everything_alike_is_blind() -> None:
     assert attacked(lambda c, a: 0.5).is_blind
 

@@ -43,6 +43,10 @@ def test_an_evaluation_gains_beyond_the_interval_of_the_one_that_gained_last() -
     assert counts(rewards(0.2, 0.25, 0.31, 0.31, 0.2, half_width=0.1)) == [0, 1, 0, 1, 2]
 
 
+def test_a_score_at_the_end_of_the_interval_is_no_gain() -> None:
+    assert counts(rewards(0.25, 0.5, 0.5625, half_width=0.25)) == [0, 1, 0]
+
+
 def test_where_there_is_no_interval_any_better_score_gains() -> None:
     assert counts(rewards(0.2, 0.21, 0.21, half_width=None)) == [0, 0, 1]
 

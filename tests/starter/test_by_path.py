@@ -17,9 +17,8 @@ BY_PATH = f"{lookup.__file__}:TASK"
 
 def settings(name: str, model: Path) -> Any:
     reward = {"functions": []}  # its own verifier
-    return running.config(
-        "grpo", model, task={"name": name}, reward=reward, environment={"max_turns": 2}, run={"num_steps": 1}
-    )
+    few: dict[str, Any] = {"grpo": {"num_prompts": 2, "group_size": 2}, "run": {"num_steps": 1, "eval_prompts": 2}}
+    return running.config("grpo", model, task={"name": name}, reward=reward, environment={"max_turns": 2}, **few)
 
 
 @pytest.fixture(scope="module")

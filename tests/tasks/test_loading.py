@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.resolve import config_of
 from tinyrl.runs.run_dir import create_run
 from tinyrl.tasks import Task, load_task
+from tinyrl.tasks.own import OwnCode, OwnTask
 from tinyrl.tasks.run_rows import shared_by_splits
 
 TOY = f"{Path(__file__).with_name('toy_task.py')}:TASK"
@@ -57,6 +59,15 @@ def test_a_persons_own_task_is_loaded_from_a_file(tmp_path: Path):
             load_task(f"{tmp_path / wrong}")
     with pytest.raises(ValueError, match=r"^task\.name: .*countdown"):
         load_task("countdwon")
+
+
+def test_the_workers_of_an_own_task_have_the_seconds_of_the_settings(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("TASK = None\n")
+    code = OwnCode(f"{tmp_path}/mine.py:TASK")
+    vars(code)["facts"] = SimpleNamespace(name="mine")  # of its worker, which is not started
+    with verifier_of(OwnTask(name="mine", code=code), timeout_s=7.0) as verifier:
+        assert (verifier.name, verifier._timeout_s) == ("mine", 7.0)
+    assert code.replies(timeout_s=9.0)._timeout_s == 9.0
 
 
 def own_task_with_template(folder: Path) -> str:

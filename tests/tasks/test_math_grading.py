@@ -58,6 +58,14 @@ def test_other_answers_are_wrong_and_unreadable_ones_have_no_score() -> None:
 
 
 @needs_math_verify
+@pytest.mark.parametrize(("length", "score"), [(300, 1.0), (301, 0.0)])
+def test_an_answer_that_is_too_long_is_not_read_as_a_formula(length: int, score: float) -> None:
+    said = f"(x+{' ' * (length - 7)}1)^2"
+    assert len(said) == length
+    assert right(f"<answer>{said}</answer>", "x^2+2x+1") == score
+
+
+@needs_math_verify
 @pytest.mark.slow
 def test_a_process_that_does_not_get_to_compute_scores_no_right_answer_zero() -> None:
     """Another process stops this one again and again, as a busy machine does, for longer than PATIENCE_S in all."""

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -21,8 +22,8 @@ from tinyrl.process.launched import Options
 from tinyrl.rewards.model_text import TextFormat
 from tinyrl.rewards.scorer import Scorer
 from tinyrl.tasks import load_task
+from tinyrl.tools.compare import SampledSides, evaluate_target
 from tinyrl.tools.compare import compare as compare_all
-from tinyrl.tools.compare import evaluate_target
 
 REWARDS = """
 def number(prompts, completions, **columns):
@@ -149,7 +150,22 @@ def test_prompts_that_the_other_run_was_trained_on_are_left_out_or_too_many(fold
     assert (result["difference"]["left_out"], result["num_prompts"]) == (0, 12)
 
 
-@pytest.mark.slow  # Fast: the comparisons of two above.
+def test_each_of_several_is_compared_from_its_own_side_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two prompts: the first policy has one reward, the second both, the third none."""
+    names = ("first", "better", "worse")
+    rewards = ([[1.0], [0.0]], [[1.0], [1.0]], [[0.0], [0.0]])
+    evaluations: Any = [SimpleNamespace(rewards=each) for each in rewards]
+    found = SampledSides(evaluations, prompts=[], left_out=0)
+    monkeypatch.setattr("tinyrl.tools.compare._sample", lambda *_, **__: found)
+    others = [SimpleNamespace(path=name) for name in names[1:]]
+    prepared: Any = SimpleNamespace(first=SimpleNamespace(path=names[0]), others=others, sampled=())
+    sides = compare_all(prepared, options=Options(device="cpu")).sides
+    assert [side.target for side in sides] == [*names]
+    assert [side.against and side.against.difference.reward_mean for side in sides] == [None, 0.5, -0.5]
+    assert [side.against and side.against.win_rate.mean for side in sides] == [None, 0.75, 0.25]
+
+
+@pytest.mark.slow  # Fast: the comparisons of two, and of several by their rewards (above).
 def test_several_are_compared_as_each_is_alone_with_the_first(folder: Path, tmp_path: Path) -> None:
     """One result a policy with the numbers and win rates of `eval BASELINE --vs POLICY`, seen from the policy's side;
     what any of them was trained on is left out. Another tokenizer is judged as text: as by its own evaluation.

@@ -260,6 +260,7 @@ def test_the_rotary_base_has_its_older_name_beside_the_new_one(config: Any, tmp_
     facts = json.loads((tmp_path / "config.json").read_text())
     assert facts["rope_theta"] == config.rope_parameters["rope_theta"]
     assert facts.get("rope_scaling", {}).get("factor") == config.rope_parameters.get("factor")
+    assert "rope_theta" not in facts.get("rope_scaling", {})
     read = {**AutoConfig.from_pretrained(tmp_path).rope_parameters}
     read.pop("type", None)
     assert read == config.rope_parameters

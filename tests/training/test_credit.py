@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tinyrl.config.schema import Config
 from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs.run_dir import RunDir
-from tinyrl.tools.check.largest_step import worst_step
+from tinyrl.tools.check.largest_step import trial_config, worst_step
 from tinyrl.training.load import load_method
 
 # Two or three turns of a character each; the first and the last turn have rewards.
@@ -96,14 +97,19 @@ def test_all_tokens_of_a_turn_have_its_advantage(run: RunDir) -> None:
         for line in lines(run.samples)
         if line["kind"] == "train"
     }
-    for line in lines(run.tokens):
+    shown = lines(run.tokens)
+    assert shown
+    for line in shown:
         chosen = [token["advantage"] for token in line["tokens"] if token["chosen"]]
         turns = samples[line["step"], line["prompt_index"], line["sample"]]
         assert {*chosen} == {round(turn["advantage"], 3) for turn in turns}
 
 
 def test_rewards_by_turn_are_metrics(run: RunDir) -> None:
-    for line in running.metrics(run)[1:]:
+    start, *steps = running.metrics(run)
+    assert "turn/reward_1" not in start
+    assert len(steps) == 3
+    for line in steps:
         assert 0 <= line["turn/reward_1"] <= 6 / 7
         assert {"turn/reward_2", "turn/reward_3"} <= {*line}
         assert 0 <= line["turn/zero_spread"] < 1
@@ -123,7 +129,15 @@ def test_a_class_that_rewards_nothing_is_refused(model: Path, tmp_path: Path) ->
         loaded(game(model, tmp_path, "Quiet"))
 
 
-@pytest.mark.slow  # Fast: the largest step of other settings in tools/check/test_check.py.
+def test_a_trial_of_the_largest_step_credits_responses(model: Path, tmp_path: Path) -> None:
+    """They are no episodes."""
+    method: Any = SimpleNamespace(config=game(model, tmp_path, "respond"))
+    grpo = trial_config(method).grpo
+    assert grpo is not None
+    assert (method.config.grpo.credit, grpo.credit) == ("turn", "episode")
+
+
+@pytest.mark.slow  # Fast: its settings (above), and that of other runs in tools/check/test_check.py.
 def test_the_largest_step_of_a_check_is_trained(model: Path, tmp_path: Path) -> None:
     """Its responses are as long as they may be, and no episodes."""
     method = load_method(prepare(game(model, tmp_path, "respond")), options=Options(device="cpu"))

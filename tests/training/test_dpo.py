@@ -90,19 +90,24 @@ def test_the_loss_of_a_pair_by_hand(settings: dict[str, Any], expected: float) -
 
 
 def test_the_reference_point_of_kto_is_of_answers_behind_the_next_pairs_prompt(model: Path, tmp_path: Path) -> None:
-    """The library's own logits, one answer at a time."""
+    """The library's own logits, one answer at a time. A pair that is too long behind that prompt is left out."""
     method = on_all("dpo", model, tmp_path, SIX, dpo={"loss": "kto"})
     plain, reference = (AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32) for _ in range(2))
     stir(method.policy.parameters["policy"], seed=6)  # with this seed answers behind others' prompts are likelier
     stir(dict(plain.named_parameters()), seed=6)
-    pairs, drifts = pairs_of(method), list[float]()
+    pairs, drifts, lengths = pairs_of(method), list[float](), list[int]()
     for pair, following in zip(pairs, pairs[1:] + pairs[:1], strict=True):
         for answer in following.responses:
             ours, theirs = (plain_logprobs(one, pair, answer).item() for one in (plain, reference))
             drifts.append(ours - theirs)
+            lengths.append(len(pair.prompt) + max(map(len, following.responses)))
     found = dpo.reference_point(method, pairs)
     assert found == pytest.approx(sum(drifts) / len(drifts), rel=1e-3)
     assert found > 0.1
+    method.config = method.config.with_setting("dpo.max_tokens", max(lengths) - 1)
+    short = [drift for drift, length in zip(drifts, lengths, strict=True) if length < max(lengths)]
+    assert len(short) == len(drifts) - 2
+    assert dpo.reference_point(method, pairs) == pytest.approx(sum(short) / len(short), rel=1e-3)
 
 
 def test_a_reference_that_is_another_model_stops_the_run(
@@ -151,15 +156,14 @@ def test_the_reference_reads_a_row_at_its_first_use_and_never_again(
     assert counts == [40, 20, 10]
 
 
-@pytest.mark.slow  # Fast: test_the_reference_reads_a_row_at_its_first_use_and_never_again.
 def test_reference_logprobs_are_computed_anew_when_the_rows_change(model: Path, rows: Path, tmp_path: Path) -> None:
     """The numbers of a row are found by its place, where another one is now."""
     data = Path(shutil.copy(rows, tmp_path / "rows.jsonl"))
-    run = trained(row_config("dpo", model, data, run={"num_steps": 3, "save_every": 1}), tmp_path)
+    run = trained(row_config("dpo", model, data, run={"num_steps": 1, "eval_every": 0}), tmp_path)
     data.write_text("".join(reversed(rows.read_text().splitlines(keepends=True))))
-    changed = changed_config(run, ["run.num_steps=4"])
+    changed = changed_config(run, ["run.num_steps=2"])
     assert running.go_on(run, config=changed, allow_config_change=True) == 0
-    reference = load_file(run.checkpoints / "step-000004" / dpo.REFERENCE_LOGPROBS)["training"]
+    reference = load_file(run.checkpoints / "step-000002" / dpo.REFERENCE_LOGPROBS)["training"]
     assert 0 < int(reference[:, 2].sum()) <= 32  # of one step
 
 

@@ -61,6 +61,13 @@ def test_epochs_are_whole_steps(method: str, epochs: float, steps: int, tiny: Ti
     assert run.read_config().run.epochs == epochs
 
 
+def test_a_step_of_more_rows_than_there_are_takes_each_once(tiny: TinyModels, tmp_path: Path):
+    config = derive_over(of_rows("sft", tiny, tmp_path, epochs=2), ["sft.batch_size=64"])
+    with closing(load_method(prepare(config), options=Options(device="cpu"))) as method:
+        assert method.rows_of_epoch == (ROWS, ROWS)
+        assert method.config.run.num_steps == 2
+
+
 def test_the_schedule_ends_with_the_epochs(tiny: TinyModels, tmp_path: Path):
     config = of_rows("sft", tiny, tmp_path, epochs=1)
     config = derive_over(config, ["optim.schedule=linear", "optim.learning_rate=4e-3"])

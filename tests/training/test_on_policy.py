@@ -9,6 +9,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,18 @@ def loss_of(
     section = config_of({"method": "grpo", "grpo": {"preset": preset, "kl_coef": 0.0, **fields}}).grpo
     options = loss_options(section, max_new_tokens=LENGTHS, inexact=True)
     return policy_loss(logprobs, torch.zeros_like(logprobs) if entropy is None else entropy, inputs, counts, options)
+
+
+@pytest.mark.parametrize(
+    ("given", "several"),
+    [({}, False), ({"minibatch_size": 16}, False), ({"minibatch_size": 8}, True), ({"num_epochs": 2}, True)],
+)
+def test_old_log_probabilities_are_computed_where_several_optimizer_steps_use_a_sample(
+    given: dict[str, int], several: bool
+) -> None:
+    grpo = {"num_prompts": 4, "group_size": 4, **given}
+    trainer: Any = SimpleNamespace(config=config_of({"method": "grpo", "grpo": grpo}))
+    assert OnPolicy.uses_old_logprobs.fget(trainer) is several  # pyright: ignore[reportOptionalCall]
 
 
 def stopping(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -627,6 +640,13 @@ def test_what_is_left_out_of_the_loss_divides_it_by_a_constant_only() -> None:
     divisors = [counts.denominator(by, max_new_tokens=LENGTHS) for by in ("token", "sequence", "sequence-sum")]
     assert divisors == [4, 2, 2]
     assert counts.denominator("constant", max_new_tokens=LENGTHS) == 4 * LENGTHS
+
+
+def test_an_episode_counts_once_if_one_of_its_conversations_is_in_the_loss() -> None:
+    """Three episodes: of two conversations, one of which is left out; of one; and of one that is left out."""
+    kept = {0: [True, False], 1: [True], 2: [False]}
+    samples = [Sample([1], [1], [True], [0.0], row=0, episode=e, in_loss=x) for e, each in kept.items() for x in each]
+    assert Counts.of(experience_of(samples)).episodes == 2
 
 
 PROMPTS = [PreparedPrompt(i, {"prompt": f"p{i}"}, f"p{i}", f"p{i}", [1], "") for i in range(60)]

@@ -343,3 +343,30 @@ def test_a_critic_starts_with_the_scores_of_a_reward_model(lora: bool, tiny: Tin
     assert abs(wanted[0] - wanted[1]) > 1e-3
     assert policy.critic_kind == ("adapter" if lora else "separate")
     collector.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "warming_up", "of_backbone", "of_head"),
+    [
+        ("shared", False, 3.0 + 0.5 * 3.0, 0.5 * 6.0),
+        ("shared-detached", False, 3.0, 6.0),
+        ("shared", True, 0.0, 6.0),
+    ],
+)
+def test_value_coef_weighs_the_value_only_where_its_gradient_reaches_the_backbone(
+    kind: str, warming_up: bool, of_backbone: float, of_head: float
+) -> None:
+    """States are 3 w, with w = 2; the policy's loss is their sum, and the value's that of 1 h times them."""
+    w = torch.tensor(2.0, requires_grad=True)
+    h = torch.tensor(1.0, requires_grad=True)
+    policy = SimpleNamespace(states=lambda role, batch: 3.0 * w, critic_kind=kind)
+    trainer: Any = SimpleNamespace(policy=policy, config=SimpleNamespace(ppo=SimpleNamespace(value_coef=0.5)))
+    batch: Any = None
+    terms: Any = {
+        "policy_terms": lambda batch, states: (states.sum(), {}),
+        "critic_loss": lambda batch, states: ((h * states).sum(), {}),
+    }
+    loss, _ = Ppo.joint_loss(trainer, batch, **terms, warming_up=warming_up)
+    loss.backward()
+    assert h.grad == of_head
+    assert (0.0 if w.grad is None else w.grad) == of_backbone

@@ -35,7 +35,7 @@ from tinyrl.rollout.load import _with_date
 from tinyrl.rollout.prepared import prepare
 from tinyrl.runs import checkpoint as checkpoints
 from tinyrl.runs.best import Score
-from tinyrl.runs.resolve import changed_config
+from tinyrl.runs.resolve import changed_config, config_of
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks.own import close_workers
 from tinyrl.training import changes as changing
@@ -43,6 +43,7 @@ from tinyrl.training import inputs as hashing
 from tinyrl.training import launch as launching
 from tinyrl.training import saver as training_saver
 from tinyrl.training.changes import ChangedInput
+from tinyrl.training.code_inputs import code_of
 from tinyrl.training.launch import fork, started_with
 from tinyrl.training.run_state import STATE, CheckpointState, Controllers, InputHashes, RunState
 from tinyrl.training.saver import Saver
@@ -234,6 +235,26 @@ def test_a_row_that_is_read_may_not_be_appended(model: Path, tmp_path: Path) -> 
     append_row(tmp_path)
     with pytest.raises(ValueError, match="training rows have changed"):
         running.go_on(run)
+
+
+def test_a_persons_code_is_an_input_of_the_run_whichever_setting_names_it(tmp_path: Path) -> None:
+    """The file of each is hashed, and what workers import for it."""
+    for name in ("task", "rewards", "world"):
+        (tmp_path / f"{name}.py").write_text("TASK = 1\ndef score(): ...\ndef respond(): ...\n")
+    config = config_of(
+        {
+            "method": "grpo",
+            "task": {"name": f"{tmp_path}/task.py:TASK"},
+            "reward": {"functions": [{"use": f"{tmp_path}/rewards.py:score"}]},
+            "environment": {"name": f"{tmp_path}/world.py:respond"},
+        }
+    )
+    settings = {"task.name": "task.py", "reward.functions": "rewards.py", "environment.name": "world.py"}
+    assert {one.setting: one.source.file for one in code_of(config)} == {
+        setting: tmp_path / file for setting, file in settings.items()
+    }
+    files = hashing.named_inputs(config).files
+    assert settings.items() <= {name.partition(":")[0]: file.name for name, file in files.items()}.items()
 
 
 def test_files_are_hashed_again_only_when_they_were_touched(

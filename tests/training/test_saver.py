@@ -1,8 +1,12 @@
-"""What a checkpoint writes is written once before step 1."""
+"""What a checkpoint writes is written once before step 1; what gives way where a disk takes no more."""
 
+import errno
 import json
+import os
+import signal
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +15,15 @@ from transformers import AutoTokenizer, GenerationConfig
 from tests import running
 from tests.training.rows import chat_model, loaded
 from tinyrl.config.schema import Config
+from tinyrl.models.parallel import ALONE
+from tinyrl.process.errors import Interrupted
 from tinyrl.process.launched import Options
+from tinyrl.process.signals import StopFlag, check_stop
+from tinyrl.runs.checkpoint import list_checkpoints, write_checkpoint
 from tinyrl.tools.check import check
 from tinyrl.tools.export import export
-from tinyrl.training.saver import check_saves
+from tinyrl.training.run_state import RunState
+from tinyrl.training.saver import Saver, check_saves
 
 TURN_END = "<|im_end|>"
 WORDS = ("<|im_start|>", TURN_END, "user", "assistant", *"abcdefgh")
@@ -83,3 +92,35 @@ def test_the_trial_writes_no_weight(base: Path, tmp_path: Path) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= names
     assert not [name for name in names if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(("number", "left"), [(errno.EROFS, [1, 2, 3]), (errno.ENOSPC, [2, 3]), (errno.EDQUOT, [2, 3])])
+def test_only_on_a_full_disk_the_oldest_checkpoint_gives_way(number: int, left: list[int], tmp_path: Path) -> None:
+    """The fourth one cannot be written: the disk is read-only, or full whatever is deleted."""
+
+    def fails(state: RunState, folder: Path) -> None:
+        raise OSError(number, "no")
+
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step, write=lambda folder: (folder / "file").touch())
+    saver: Any = SimpleNamespace(_write_files=fails, note=lambda text: None)
+    with pytest.raises(OSError, match="no"):
+        Saver._write_checkpoint(saver, tmp_path, RunState(step=4), best=tmp_path / "step-000003")
+    assert [folder.name for folder in list_checkpoints(tmp_path)] == [f"step-{step:06d}" for step in left]
+
+
+def test_a_stop_waits_for_the_end_of_a_save(tmp_path: Path) -> None:
+    def write(*given: Any, **named: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        check_stop()
+
+    folder = SimpleNamespace(checkpoints=tmp_path, lock=SimpleNamespace(check=lambda: None))
+    run = SimpleNamespace(keep_checkpoints=1)
+    saver: Any = SimpleNamespace(
+        world=ALONE, folder=folder, config=SimpleNamespace(run=run), _write_checkpoint=write, _resumed_step=-1
+    )
+    with StopFlag():
+        Saver.save(saver, RunState(step=3))
+        assert (saver.saved, saver.saved_step) == (True, 3)
+        with pytest.raises(Interrupted):
+            check_stop()

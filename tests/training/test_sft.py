@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.tiny_models import POSITIONS, TinyModels, tiny_model
 from tests.training.rows import Row, chat_model, on_all, talk
 from tinyrl.models.tokens import token_ids
 from tinyrl.training.ppo import text_examples
-from tinyrl.training.rows import Example, join_turns, spans
+from tinyrl.training.rows import Example, RowMethod, join_turns, spans
 from tinyrl.training.sft import Sft, negative_log_likelihood, turns_of
 
 PLAIN = (
@@ -232,3 +233,12 @@ def test_a_text_that_no_model_could_read_is_not_tokenised(
     assert len(method.train_rows) == 1
     with pytest.raises(ValueError, match=r"1 of 2 examples.*row 2"):
         on_all("sft", chatty, tmp_path, rows)
+
+
+def test_a_trial_of_the_largest_step_takes_the_longest_rows() -> None:
+    """As many as a step has; a row's length is that of all its examples."""
+    lengths = ([3], [9], [4, 4], [5])
+    rows = [[Example([1], [[2] * (length - 1)]) for length in each] for each in lengths]
+    method: Any = SimpleNamespace(train_rows=rows, batch_size=2, forget=lambda: None)
+    assert RowMethod.keep_longest(method) == (2, 9)
+    assert method.train_rows == [rows[1], rows[2]]

@@ -2,8 +2,10 @@
 
 import math
 import textwrap
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,8 @@ from tinyrl.environments.worker_service import EnvironmentFacts
 from tinyrl.rewards.functions import FunctionReward
 from tinyrl.workers import protocol
 from tinyrl.workers.loading import use_of
-from tinyrl.workers.values import RowFailure, RowResults
+from tinyrl.workers.process import CallFailed
+from tinyrl.workers.values import RowFailure, RowResults, is_score
 
 REWARD = """
     import contextlib, json, os, time
@@ -26,20 +29,20 @@ REWARD = """
             {does}
         return [float(len(text)) for text in completions]
 """
-FORGED = '{"id": %d, "values": ["x", "y", "z"], "failures": [], "comments": [], "slowest": null}'
+FORGED = '{"id": %d, "values": [1.0, "y", 3.0], "failures": [], "comments": [], "slowest": null}'
 
 
 @pytest.mark.parametrize(
     "does",
     [
+        r'into_every_descriptor(FORGED % (2 if len(prompts) > 1 else 3) + b"\n")',
+        r'[into_every_descriptor(FORGED % call + b"\n") for call in range(9)]',
         r'into_every_descriptor(b"junk")',
         r'into_every_descriptor(b"junk\n")',
         r'into_every_descriptor(b"{}\n")',
         r'into_every_descriptor(b"[1]\n")',
         r'into_every_descriptor(b"\xff\n")',
         r'into_every_descriptor(b"[" * 100_000 + b"\n")',
-        r'[into_every_descriptor(FORGED % call + b"\n") for call in range(9)]',
-        r'into_every_descriptor(FORGED % (2 if len(prompts) > 1 else 3) + b"\n")',
         "json.JSONEncoder.iterencode = lambda *_, **__: ['{}']",
         "os.closerange(3, 64)",
     ],
@@ -96,15 +99,28 @@ def test_results_arrive_as_they_were_and_others_are_malformed():
         ("values", [1.0]),
         ("values", {"0": 1.0}),
         ("failures", [[2, "no such row"]]),
+        ("failures", [[-1, "no such row"]]),
         ("failures", [["0", "why"]]),
         ("failures", None),
         ("comments", ["one"]),
         ("comments", [1, 2]),
         ("slowest", [0.25]),
         ("slowest", [0.25, 2]),
+        ("slowest", [0.25, -1]),
     ):
         with pytest.raises(protocol.Malformed):
             protocol.results_in({**reply, name: wrong}, 2)
+
+
+@pytest.mark.parametrize(("values", "is_reply"), [([1.0, None], True), ([1.0, "y"], False), ([1.0, math.inf], False)])
+def test_a_reply_with_one_value_that_is_no_score_is_none(
+    values: list[Any], is_reply: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how: dict[str, Any] = {"call": "score", "is_valid": is_score, "shared": {}, "timeout_s": 1.0}
+    with FunctionReward(use_of(partial(len)), setting="reward") as reward:
+        monkeypatch.setattr(reward, "_reply", lambda *_: protocol.encode_results(RowResults(values)))
+        with nullcontext() if is_reply else pytest.raises(CallFailed):
+            assert reward._ask({"completions": ["a", "b"]}, 2, **how).values == values
 
 
 def test_a_record_that_is_not_the_hosts_does_not_load() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tinyrl.rewards.functions import verifier_of
 from tinyrl.tasks import Task
-from tinyrl.workers.values import RowFailure, RowResults, check_scores
+from tinyrl.workers.values import RowFailure, RowResults, check_scores, is_score
 
 BAD = {
     math.nan: "returned NaN",
@@ -39,6 +39,12 @@ def test_a_list_or_tensor_has_a_score_for_each_row_and_else_all_rows_fail():
         ({0: 1.0}, "returned a dict ({0: 1.0}), not a list of 2"),
     ]:
         assert check_scores(returned, 2) == RowResults([None, None], [RowFailure(0, reason), RowFailure(1, reason)])
+
+
+def test_a_reply_has_floats_within_the_limits_for_scores_or_none():
+    """A worker sends nothing else, so other values are forged."""
+    assert all(map(is_score, (None, 0.5, -1e12, 1e12)))
+    assert not any(map(is_score, (1, True, "1.0", [1.0], 1.1e12, -math.inf, math.nan)))
 
 
 def verifier(prompts: list[str], completions: list[str], **columns: list[Any]) -> list[float | None]:

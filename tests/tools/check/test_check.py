@@ -62,7 +62,7 @@ def test_the_default_run_is_sound_and_its_rates_are_written(tmp_path: Path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"rated.jsonl"}
 
 
-@pytest.mark.slow  # Fast: test_planted.py finds rewards that fail.
+@pytest.mark.slow  # Fast: cli/test_cli.py for the pointer, test_planted.py for the findings.
 def test_a_run_points_to_it_where_it_explains_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tinyrl.tools.report.write_report", lambda folder: ())  # takes longer than the run

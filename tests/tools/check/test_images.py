@@ -116,7 +116,9 @@ HALF = [1.0, 0.0] * 8
         (looks_of(HALF, [0.0] * 16, changed=16), None),
         (looks_of([1.0] * 16, HALF, changed=8), None),  # a guess between two is right in half of the rows
         (looks_of(HALF, [0.0] * 16, changed=2), "images change no answer"),
-        (looks_of(HALF[:4], HALF[:4], changed=0), None),  # too few to tell
+        (looks_of(HALF[:8], HALF[:8], changed=8), "answered without looking"),
+        (looks_of(HALF[:7], HALF[:7], changed=7), None),  # too few to tell
+        (looks_of(HALF[:4], HALF[:4], changed=0), None),
     ],
 )
 def test_answers_that_do_not_depend_on_images_are_found(looks: Looks, name: str | None) -> None:

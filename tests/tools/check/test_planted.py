@@ -16,7 +16,7 @@ from tinyrl.runs.finding import found_by
 from tinyrl.starter import starter_path
 from tinyrl.tasks import sums
 from tinyrl.tools.check import check, exit_code
-from tinyrl.tools.check.reward import FINDINGS, ScoredTexts, lines_of
+from tinyrl.tools.check.reward import FINDINGS, ScoredTexts, gold_answers_do_not_win, lines_of
 from tinyrl.tools.check.section import CheckSection
 
 CODE = """
@@ -289,6 +289,15 @@ def test_a_reward_is_the_environments_only_where_no_call_failed() -> None:
     [alone] = lines_of(trial(other=other), name="score", rows=3)
     [failed] = lines_of(trial(other=other, failed=1.0, why="no"), name="score", rows=3)
     assert (other in alone, other in failed) == (True, False)
+
+
+@pytest.mark.parametrize(("ties", "is_found"), [(0, False), (1, False), (2, True)])
+def test_reference_answers_that_score_no_more_than_nonsense_in_over_a_fifth_of_the_rows_are_found(
+    ties: int, is_found: bool
+) -> None:
+    nonsense = [1.0] * ties + [0.5] * (5 - ties)
+    scores = {"gold": [1.0] * 5, "nothing": [0.0] * 5, "nonsense": nonsense}
+    assert (gold_answers_do_not_win(trial(scores=scores)) is not None) is is_found
 
 
 def test_advice_about_messages_is_for_rewards_that_get_them() -> None:

@@ -177,6 +177,13 @@ def test_a_completion_that_holds_the_gold_answer_and_scores_nothing_is_shown(rig
     assert said not in section(planted(groups_of([[0.0] * 8] * 16, texts=["no"] * 8, gold="Paris"))).render()
 
 
+@pytest.mark.parametrize(("reward", "missed"), [(math.nan, 8), (0.5, 8), (1.0, 0)])
+def test_a_completion_with_the_gold_answer_is_missed_without_full_marks(reward: float, missed: int) -> None:
+    """Without a score, too."""
+    seen = planted(groups_of([[reward] * 8], texts=["so 7"] * 8, gold="#### 7"), knows_gold=True)
+    assert len(seen.missed) == missed
+
+
 def test_cut_off_answers_get_a_longer_limit_within_the_positions() -> None:
     groups = groups_of(MIXED[:5], cut=True) + groups_of(MIXED[5:])
     seen = planted(groups, "generation.max_new_tokens=16", positions=88.0)
