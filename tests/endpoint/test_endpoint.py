@@ -25,8 +25,9 @@ from tests.generation.sampling import TEMPLATE, stir
 from tests.images import png
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.endpoint import endpoint as endpoint_file
-from tinyrl.endpoint.endpoint import LOCAL, Listening
+from tinyrl.endpoint import request_body, server
 from tinyrl.endpoint.live_answer import Choice
+from tinyrl.endpoint.server import LOCAL, Listening
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.tasks.prompts import render_prompt
@@ -211,7 +212,7 @@ def status_of(listening: Listening, path: str, more: dict[str, Any], key: str = 
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("responses", {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]}, "tool_choice"),
-        ("responses", {"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
         ("responses", {"response_format": {"type": "json_object"}}, "response_format"),
         ("responses", {"logprobs": True}, "logprobs"),
         ("responses", {"top_logprobs": 2}, "top_logprobs"),
@@ -350,7 +351,8 @@ HEADERS = (
 def test_a_client_that_does_not_send_its_request_is_let_go(
     sent: bytes, answer: bytes, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.2)
+    monkeypatch.setattr(server, "SLOW_S", 0.2)
+    monkeypatch.setattr(request_body, "SLOW_S", 0.2)
     port = int(listening.url.rpartition(":")[2].partition("/")[0])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(sent)
@@ -375,7 +377,7 @@ def streaming(listening: Listening) -> Iterator[socket.socket]:
 def test_a_client_that_does_not_read_its_stream_is_let_go(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
+    monkeypatch.setattr(server, "SLOW_S", 0.3)
     with streaming(listening) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
         until = time.monotonic() + 10
@@ -388,8 +390,8 @@ def test_a_client_that_does_not_read_its_stream_is_let_go(
 def test_a_client_that_takes_enough_of_its_stream_is_kept(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
-    monkeypatch.setattr(endpoint_file, "LEAST_TAKEN", 1)
+    monkeypatch.setattr(server, "SLOW_S", 0.3)
+    monkeypatch.setattr(server, "LEAST_TAKEN", 1)
     found = b""
     with streaming(listening) as connection:
         while piece := connection.recv(1 << 12):
@@ -401,7 +403,7 @@ def test_a_client_that_takes_enough_of_its_stream_is_kept(
 def test_an_answer_that_takes_longer_than_a_request_may_is_sent(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.05)
+    monkeypatch.setattr(server, "SLOW_S", 0.05)
     monkeypatch.setattr(endpoint_file, "render_prompt", slowly(render_prompt))
     assert status_of(listening, "completions", {})[0] == 200
 

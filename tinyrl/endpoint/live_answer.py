@@ -18,7 +18,6 @@ from tinyrl.endpoint.request_body import Body
 from tinyrl.generation.request import DecodedSequence
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
-LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # of new tokens, by protocol; the first one holds
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
 
 
@@ -119,7 +118,7 @@ class LiveAnswer:
     @property
     def limit_field(self) -> str:
         """Return the field of the request that `limit` is set by."""
-        return next((name for name in LIMITS if self.dialect.asked.get(name)), LIMITS[-1])
+        return self.dialect.name_of("max_completion_tokens" if self.body.max_completion_tokens else "max_tokens")
 
     @property
     def echoes(self) -> bool:
