@@ -138,9 +138,17 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),
         ({"top_k": 1 << 63}, {}, 400, "top_k"),
         ({"tools": [{"type": "fuction", "function": {"name": "look"}}]}, {}, 400, "fuction"),
+        ({"chat_template_kwargs": {"mod": "x"}}, {}, 400, '"param": "chat_template_kwargs"'),
         (b"{", {}, 400, "JSON"),
+        (b'{"model": "policy", "seed": 1, "seed": 2}', {}, 400, "'seed' is given twice"),
+        (b'{"model": "policy", "metadata": {"a": 1, "a": 2}}', {}, 400, "'a' is given twice"),
+        (b'{"model": "policy", "metadata": 1e999}', {}, 400, "1e999"),  # which no answer could repeat
+        (b'{"model": "policy", "user": "\\ud800"}', {}, 400, "JSON"),
+        (b'{"model": "policy", "user": ' + b"[" * 999 + b"]" * 999 + b"}", {}, 400, "JSON"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "JSON"),  # a page of another site may send it without being asked
-        (b"{}", {"Host": "evil.example"}, 400, ""),
+        (b"{}", {"Host": "evil.example"}, 400, "evil.example"),
+        (b"{}", {"Host": "localhost.evil.example:80"}, 400, "evil.example"),
+        (b"{}", {"Host": "[::1"}, 400, "127.0.0.1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
@@ -339,6 +347,50 @@ def test_the_largest_top_k_is_sampled_with(listening: Listening) -> None:
     assert status_of(listening, "completions", {"top_k": (1 << 63) - 1})[0] == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:8000"])
+def test_a_server_of_this_machine_answers_by_each_of_its_names(host: str, listening: Listening) -> None:
+    code, _ = post(f"{listening.url}/completions", json.dumps(REQUESTS["completions"]).encode(), {"Host": host})
+    assert code == 200
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    more: int, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing one would keep everybody waiting."""
+    body = json.dumps({**REQUESTS["completions"], "metadata": [[], [], {}]}).encode()
+    monkeypatch.setattr(request_body, "MOST_VALUES", sum(body.count(mark) for mark in b",[{") - more)
+    code, answer = post(f"{listening.url}/completions", body)
+    assert (code, "values" in json.dumps(answer)) == ((413, True) if more else (200, False))
+
+
+@pytest.mark.parametrize(("path", "is_anthropics"), [("messages", True), ("responses", False)])
+def test_a_failure_of_the_server_is_an_error_in_the_clients_words(
+    path: str, is_anthropics: bool, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **named: Any) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(endpoint_file, "render_prompt", fail)
+    code, answer = status_of(listening, path, {})
+    assert code == 500
+    assert ('"api_error"' in answer) == is_anthropics
+    assert "KeyError" in answer
+    assert "secret" not in answer
+
+
+@pytest.mark.parametrize(
+    ("path", "is_anthropics"),
+    [("messages/count_tokens", True), ("messages/batches", True), ("messagesx", False), ("responses/x", False)],
+)
+def test_a_path_below_a_protocols_own_is_refused_in_its_words(
+    path: str, is_anthropics: bool, listening: Listening
+) -> None:
+    code, answer = post(f"{listening.url}/{path}", b"{}")
+    assert code == 404
+    assert (answer.get("type") == "error") == is_anthropics
+
+
 HEADERS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: 90\r\n"
@@ -358,6 +410,21 @@ def test_a_client_that_does_not_send_its_request_is_let_go(
         connection.sendall(sent)
         found = connection.makefile("rb").read()  # until the server closes
     assert found[:13] == answer
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_headers_that_do_not_end_end_the_connection(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
+) -> None:
+    """They are kept in memory, before a key is read."""
+    monkeypatch.setattr(server, "MOST_HEADERS", 10_000)
+    body = json.dumps(REQUESTS["completions"]).encode()
+    whole = HEADERS.replace(b"90", b"%d" % len(body)) + b"\r\n" + body
+    port = int(listening.url.rpartition(":")[2].partition("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(HEADERS + b"X-Long: " + b"x" * 20_000 if is_long else whole)
+        found = connection.makefile("rb").read()
+    assert found[:13] == (b"" if is_long else b"HTTP/1.1 200 ")
 
 
 @contextlib.contextmanager

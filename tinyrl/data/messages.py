@@ -147,7 +147,7 @@ def _message(value: Any, column: str) -> Message:
     if not isinstance(calls, list):
         raise refuse("whose `tool_calls` are not a list")
     if calls:
-        message["tool_calls"] = [_tool_call(call) for call in calls]
+        message["tool_calls"] = [_tool_call(call, column) for call in calls]
     content = message.get("content", "")
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") in TEXT_PARTS for p in content):
         texts = [part.get("text") for part in content]
@@ -166,19 +166,24 @@ def _message(value: Any, column: str) -> Message:
     return {**message, "content": content, "images": images} if images else {**message, "content": content}
 
 
-def _tool_call(call: Any) -> Any:
+def _tool_call(call: Any, column: str) -> Any:
     """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays.
-    Raises ValueError for an object with a key given twice.
+    Raises ValueError for a call without a name, and for arguments with a key given twice or thousands of digits.
     """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
-    if not isinstance(call, dict) or "name" not in call:
-        return call
+        return {**call, "function": _tool_call(call["function"], column)}
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"'{column}' has a call of a tool without a `name`: {truncate(repr(call), 60)}")
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError, RecursionError):
+        try:
             found = _without_nulls(json_of(arguments.strip() or "{}"))
             arguments = found if isinstance(found, dict) else arguments if found else {}
+        except (json.JSONDecodeError, RecursionError):
+            pass  # text that is no JSON is for the chat template
+        except ValueError as error:
+            raise ValueError(f"'{column}' has a call of {truncate(name)}: {first_line(error)}") from None
     return {**call, "arguments": arguments}
 
 

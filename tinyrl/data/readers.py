@@ -163,7 +163,7 @@ def _parse_json(text: str, source: str, line: int) -> Any:
         raise ValueError(f"{source}:{line}: {first_line(error)}") from None
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     """Parse a number. Raises ValueError for one that would be infinity."""
     number = float(text)
     if math.isinf(number):
@@ -175,7 +175,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; write null or leave the row out")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=finite)
 
 
 def _row(value: Any, place: str) -> Row:

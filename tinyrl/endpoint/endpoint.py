@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -32,8 +33,6 @@ import numpy as np
 from anyio.to_thread import run_sync
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -58,6 +57,7 @@ from tinyrl.generation.drawing import sample_keys
 from tinyrl.generation.live import LIVE_STEP, LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request, SampledRole
 from tinyrl.models.image_inputs import ImageExpander
+from tinyrl.models.tokens import unknown_variable
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
@@ -81,6 +81,7 @@ DIALECTS: dict[str, type[Dialect]] = {
 
 class Endpoint:
     """A scheduler's HTTP side. models: the role behind each name; key: what clients must bring (None: nothing);
+    hosts: the names that clients may call it by (None: any);
     defaults: temperature, top_p, top_k and max_new_tokens of requests that do not say; positions: of the model;
     variables: of the chat template; episodes: of agents, by the key that they bring (None: no agents). form: how the
     model writes calls of tools (None: its template shows it none, or they cannot be read). expander: of images (None:
@@ -105,6 +106,7 @@ class Endpoint:
         self.models = models
         self.defaults = defaults
         self.key = key
+        self.hosts = hosts
         self.tokenizer = scheduler.tokenizer
         self.expander = expander
         keeps_images = episodes is not None  # training reads them again
@@ -133,12 +135,11 @@ class Endpoint:
         self.writer = AnswerWriter(scheduler, models, self.form, expander)
         handlers: Any = {
             Refused: lambda request, refused: error_response(request, refused),
+            Exception: lambda request, error: error_response(request, failed(error)),
             HTTPException: lambda request, error: error_response(request, unknown_path(request, error)),
             ClientDisconnect: lambda request, gone: Response(status_code=CLIENT_GONE),
         }
-        # A page in a browser may send here under a name of its own that leads to this machine.
-        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
-        self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     @contextmanager
     def serving(self, episodes: dict[str, AgentEpisode]) -> Iterator[None]:
@@ -162,7 +163,12 @@ class Endpoint:
     # ---- requests ----
 
     def _authorized(self, request: HttpRequest) -> AgentEpisode | None:
-        """Return the episode that a request belongs to. Raises Refused if it brings the wrong key."""
+        """Return the episode that a request belongs to. Raises Refused if it brings the wrong key, or another host."""
+        # A page in a browser may send here under a name of its own that leads to this machine.
+        called = request.headers.get("host", "")
+        if self.hosts is not None and without_port(called) not in self.hosts:
+            here = ", ".join(self.hosts)
+            raise Refused(400, f"this server answers as {here}, and not as {truncate(called)!r}; --host opens it")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         key = bearer or request.headers.get("x-api-key", "")
         if self.episodes is not None:
@@ -289,10 +295,14 @@ class Endpoint:
             if episode is not None:
                 raise BadField("tools", "the model's chat template shows none, or its calls of them cannot be read")
             tools = None
-        for name in body.chat_template_kwargs or {}:
+        own = body.chat_template_kwargs or {}
+        for name in own:
             if name in OWN_VARIABLES or name.endswith("_token"):
                 raise BadField("chat_template_kwargs", f"{truncate(name)} is the server's own, not a client's")
-        variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
+        problem = unknown_variable(self.tokenizer, own)
+        if problem is not None:
+            raise BadField("chat_template_kwargs", problem)
+        variables = {**self.variables, **own, **({"tools": tools} if tools else {})}
         field = answer.dialect.name_of("messages")
         try:
             messages = messages_of(given, field)
@@ -451,9 +461,20 @@ def count_characters(value: Any) -> int:
 
 
 def error_response(request: HttpRequest, refused: Refused) -> Response:
-    """Answer with an error in the words of the path's dialect."""
-    kind = DIALECTS.get(request.url.path, Dialect)
+    """Answer with an error in the words of the path's dialect, also for what its clients look for below the path."""
+    kind = next((kind for path, kind in DIALECTS.items() if f"{request.url.path}/".startswith(f"{path}/")), Dialect)
     return JSONResponse(kind.error(refused), refused.status)
+
+
+def without_port(host: str) -> str:
+    """Return the name in a Host header; empty for what is none."""
+    found = re.fullmatch(r"(\[[0-9a-f:]+\]|[^:]+)(:\d*)?", host.lower())
+    return "" if found is None else found[1]
+
+
+def failed(error: Exception) -> Refused:
+    """Say that the server is at fault; its log has the traceback."""
+    return Refused(500, f"the server failed: {type(error).__name__}")
 
 
 def unknown_path(request: HttpRequest, error: HTTPException) -> Refused:

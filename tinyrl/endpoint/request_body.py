@@ -16,12 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from starlette.requests import Request as HttpRequest
 
-from tinyrl.data.readers import json_of
+from tinyrl.data.readers import finite, json_of
 from tinyrl.endpoint.dialect import JSON, BadField, Dialect, Refused
 from tinyrl.endpoint.request_tools import is_function, left_out
 from tinyrl.text import truncate
 
 MAX_BODY = 1 << 25  # bytes of a request
+MOST_VALUES = 1 << 20  # of its JSON: parsing keeps all other requests waiting
 SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
 # Fields that change no answer, whatever they hold: for a provider's accounts, caches and queues; what an answer is to
 # have besides; and how hard a provider's model is to think, or what of its earlier thoughts it is to forget.
@@ -58,21 +59,23 @@ async def read_json(request: HttpRequest) -> JSON:
                     raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
     except TimeoutError:
         raise Refused(408, f"a request is sent within {SLOW_S:g} s") from None
+    if sum(raw.count(mark) for mark in b",[{") > MOST_VALUES:
+        raise Refused(413, f"a request has at most {MOST_VALUES:,} values, lists and objects")
     try:
         asked = await run_sync(parsed_body, bytes(raw))
     except ValueError as error:
-        raise Refused(400, f"the request is not JSON: {error}") from None
+        raise Refused(400, f"the request is not JSON that can be read: {error}") from None
     if not isinstance(asked, dict):
         raise Refused(400, "the request is JSON that is not an object")
     return asked
 
 
 def parsed_body(raw: bytes) -> Any:
-    """Parse the JSON of a request. Raises ValueError for what is none: also for a key given twice, of which the strict
-    parser keeps the last, and for numbers, characters and a depth that nobody could answer with.
+    """Parse the JSON of a request. Raises ValueError for what is none, is too deep, or has half a character or an
+    endless number; and for what the first parser lets pass: a key given twice, and a number larger than any.
     """
     found = from_json(raw, allow_inf_nan=False)
-    json_of(raw.decode())
+    json_of(raw.decode(), parse_float=finite)
     return found
 
 
@@ -157,7 +160,14 @@ class Body(BaseModel):
                 continue
             neutral = (done[name],) if name in done else NEUTRAL.get(name, ())
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-                found[shown] = f"{truncate(shown)}={truncate(json.dumps(asked.get(shown, value)))}"
+                found[shown] = f"{truncate(shown)}={truncate(json.dumps(_value_of(asked, shown)))}"
         if self.top_logprobs and not self.logprobs:
             found["top_logprobs"] = f"top_logprobs={self.top_logprobs} without log-probabilities"
         return found
+
+
+def _value_of(asked: JSON, field: str) -> Any:
+    """Return the value of a field, or of OUTER.INNER within an object."""
+    outer, _, inner = field.partition(".")
+    within = asked.get(outer)
+    return within.get(inner) if field not in asked and isinstance(within, dict) else asked.get(field)

@@ -16,12 +16,13 @@ from tinyrl.endpoint.endpoint import Endpoint
 from tinyrl.endpoint.request_body import SLOW_S
 
 LOCAL = ["127.0.0.1", "localhost", "[::1]"]
+MOST_HEADERS = 1 << 20  # bytes that are received before a request's headers are whole
 LEAST_TAKEN = 1 << 16  # bytes of a waiting answer that a client has to take within SLOW_S
 
 
 class Connection(AutoHTTPProtocol):
-    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S, or takes
-    fewer than LEAST_TAKEN bytes of an answer that waits for it.
+    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S and
+    MOST_HEADERS, or takes fewer than LEAST_TAKEN bytes of an answer that waits for it.
     """
 
     transport: Any
@@ -31,6 +32,7 @@ class Connection(AutoHTTPProtocol):
         super().__init__(*given, **named)
         self._ends: asyncio.TimerHandle | None = None
         self._looks: asyncio.TimerHandle | None = None
+        self._received = 0  # bytes of headers that are not whole
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -38,6 +40,9 @@ class Connection(AutoHTTPProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        self._received = 0 if self._is_answering() else self._received + len(data)
+        if self._received > MOST_HEADERS:
+            self.transport.close()
         self._await_headers(self.transport)
 
     def pause_writing(self) -> None:
@@ -69,9 +74,13 @@ class Connection(AutoHTTPProtocol):
         else:
             self._await_reading()
 
+    def _is_answering(self) -> bool:
+        """Return whether a request's headers are here, and its answer has not been sent."""
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _await_headers(self, transport: asyncio.BaseTransport) -> None:
         """End the connection later, unless a request is being answered."""
-        is_answered = self.cycle is not None and not self.cycle.response_complete
+        is_answered = self._is_answering()
         if is_answered and self._ends is not None:
             self._ends.cancel()
             self._ends = None
@@ -87,7 +96,9 @@ def is_no_cancel(record: logging.LogRecord) -> bool:
 
 def server_config(endpoint: Endpoint, *, log_level: str, grace_s: int) -> uvicorn.Config:
     """Configure uvicorn's server of an endpoint; grace_s: for answers under way at its end."""
-    config = uvicorn.Config(endpoint.app, http=Connection, log_level=log_level, timeout_graceful_shutdown=grace_s)
+    config = uvicorn.Config(
+        endpoint.app, http=Connection, log_level=log_level, ws="none", timeout_graceful_shutdown=grace_s
+    )
     logging.getLogger("uvicorn.error").addFilter(is_no_cancel)
     return config
 
