@@ -192,8 +192,15 @@ def test_a_call_of_no_tool_is_refused(call: Any):
         messages_of([{"role": "assistant", "tool_calls": [call]}], "prompt")
 
 
-@pytest.mark.parametrize("arguments", ['{"a": 1, "a": 2}', '{"a": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("arguments", ['{"a": 1, "a": 2}', '{"a": ["\\ud800"]}', '{"a": ' + "9" * 5000 + "}"])
 def test_arguments_that_cannot_be_read_are_refused_by_the_calls_name(arguments: str):
     call = {"function": {"name": "add", "arguments": arguments}}
     with pytest.raises(ValueError, match=r"'prompt'.*add"):
         messages_of([{"role": "assistant", "tool_calls": [call]}], "prompt")
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
+def test_half_a_character_is_refused_as_such(prompt: Any):
+    """A key of a terminal's may be none, and tokenizers raise TypeError at it."""
+    with pytest.raises(ValueError, match="invalid Unicode"):
+        prompt_of(prompt)

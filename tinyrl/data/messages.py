@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, is_entry
-from tinyrl.data.readers import Row, json_of
+from tinyrl.data.readers import Row, json_of, valid_text
 from tinyrl.text import first_line, join_truncated, truncate
 
 Message = dict[str, Any]  # role, content (text), images in it, and what else a chat template reads of it
@@ -34,8 +34,11 @@ def prompt_of(value: Any) -> Prompt:
     if not isinstance(value, str | list) or value == []:
         raise ValueError(f"the prompt must be text, or a list of messages, not {value!r:.60}")
     if isinstance(value, str):
+        try:
+            prompt = valid_text(value)
+        except ValueError as error:
+            raise ValueError(f"the prompt {error}") from None
         has_content = bool(value) and not value.isspace()
-        prompt = value
     else:
         prompt = messages_of(value, "prompt")
         has_content = any(message["content"].strip() or message.get("tool_calls") for message in prompt)
@@ -158,6 +161,10 @@ def _message(value: Any, column: str) -> Message:
         kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         other = next((kind for kind in kinds if kind not in (None, *TEXT_PARTS)), None)
         raise refuse(f"with a part of the type {other!r:.30}, and only text is read" if other else NOT_TEXT)
+    try:
+        valid_text(content)
+    except ValueError as error:
+        raise refuse(f"whose content {error}") from None
     images = message.pop("images", None) or []
     if not isinstance(images, list) or not all(map(is_entry, images)):
         raise refuse('with `images`; images are parts of its content, {"type": "image"}')
@@ -168,7 +175,8 @@ def _message(value: Any, column: str) -> Message:
 
 def _tool_call(call: Any, column: str) -> Any:
     """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays.
-    Raises ValueError for a call without a name, and for arguments with a key given twice or thousands of digits.
+    Raises ValueError for a call without a name, and for arguments with a key given twice, half of a character or a
+    number of thousands of digits.
     """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"], column)}
@@ -179,6 +187,7 @@ def _tool_call(call: Any, column: str) -> Any:
     if isinstance(arguments, str):
         try:
             found = _without_nulls(json_of(arguments.strip() or "{}"))
+            valid_text(json.dumps(found, ensure_ascii=False))
             arguments = found if isinstance(found, dict) else arguments if found else {}
         except (json.JSONDecodeError, RecursionError):
             pass  # text that is no JSON is for the chat template

@@ -49,13 +49,13 @@ def plain_row(row: Mapping[str, Any], place: str) -> Row:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return _valid(value)
+        return valid_text(value)
     if isinstance(value, float):
         return None if math.isnan(value) else value  # as tables write a value that is missing
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, Mapping):
-        return {_valid(str(key)): _plain(inner) for key, inner in value.items()}
+        return {valid_text(str(key)): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, datetime.date | datetime.time):
@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
     raise ValueError(f"holds a {type(value).__name__}, and only what JSON has is read: text, numbers, lists, objects")
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return a text that is valid Unicode. Raises ValueError for half of a character."""
     if text.isascii():
         return text
