@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import logging
 import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -425,6 +427,19 @@ def test_headers_that_do_not_end_end_the_connection(
         connection.sendall(HEADERS + b"X-Long: " + b"x" * 20_000 if is_long else whole)
         found = connection.makefile("rb").read()
     assert found[:13] == (b"" if is_long else b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_nobody_reads_is_no_header(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer comes before its end, and the connection can be used again."""
+    monkeypatch.setattr(server, "MOST_HEADERS", 10_000)
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(listening.url).netloc, timeout=30)
+    for content_type, status in (("text/plain", 415), ("application/json", 200)):
+        body = json.dumps({**REQUESTS["completions"], "user": "x" * 1_000_000})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": content_type})
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == status
+    connection.close()
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ class SideConversations:
         told = [prompt]
         if given.messages is not None:
             told = [message["content"] for message in given.messages if message["role"] == "system"]
-        is_named = any(one in text for text in told for one in self.prompts)
+        is_named = any(any(one in text for one in self.prompts) for text in told)
         return is_named or len(given.variables.get("tools") or []) < self.min_tools
 
 

@@ -31,8 +31,14 @@ OWN = {  # translated here
     "cache_control", "messages", "output_config", "stop_sequences", "system", "tool_choice", "tools",
 }  # fmt: skip
 THOUGHTS = ("thinking", "redacted_thinking")
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-KINDS |= {429: "rate_limit_error", 500: "api_error"}
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 

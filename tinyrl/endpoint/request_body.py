@@ -96,7 +96,7 @@ class Body(BaseModel):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    logprobs: bool | Likeliest | None = None  # chat: whether; of a prompt: how many besides
+    logprobs: bool | Likeliest | None = None  # chat: whether; of a prompt: how many besides (False: none at all)
     top_logprobs: Likeliest | None = None
     echo: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -118,8 +118,11 @@ class Body(BaseModel):
     @property
     def prompts(self) -> list[Any]:
         """Return the prompts, each a text or tokens; none for a chat."""
-        several = isinstance(self.prompt, list) and bool(self.prompt) and not isinstance(self.prompt[0], int)
-        return list(self.prompt or []) if several else [self.prompt] if self.prompt else []
+        if not self.prompt:
+            return []
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
 
     @property
     def num_sequences(self) -> int:

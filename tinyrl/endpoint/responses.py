@@ -176,7 +176,9 @@ class Responses(Dialect):
         """Return the whole response; one under way has no output and no usage."""
         asked = self.asked
         is_cut = ended is not None and ended.reason == "length"
-        status = "in_progress" if ended is None else "incomplete" if is_cut else "completed"
+        status = "in_progress"
+        if ended is not None:
+            status = "incomplete" if is_cut else "completed"
         return {
             "id": self.id,
             "object": "response",

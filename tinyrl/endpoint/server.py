@@ -40,7 +40,7 @@ class Connection(AutoHTTPProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._received = 0 if self._is_answering() else self._received + len(data)
+        self._received = self._received + len(data) if self._reads_headers() else 0
         if self._received > MOST_HEADERS:
             self.transport.close()
         self._await_headers(self.transport)
@@ -74,13 +74,13 @@ class Connection(AutoHTTPProtocol):
         else:
             self._await_reading()
 
-    def _is_answering(self) -> bool:
-        """Return whether a request's headers are here, and its answer has not been sent."""
-        return self.cycle is not None and not self.cycle.response_complete
+    def _reads_headers(self) -> bool:
+        """Return whether the headers of the next request are read, and not the body of one, be it answered already."""
+        return self.cycle is None or (self.cycle.response_complete and not self.cycle.more_body)
 
     def _await_headers(self, transport: asyncio.BaseTransport) -> None:
         """End the connection later, unless a request is being answered."""
-        is_answered = self._is_answering()
+        is_answered = self.cycle is not None and not self.cycle.response_complete
         if is_answered and self._ends is not None:
             self._ends.cancel()
             self._ends = None
