@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, is_entry
-from tinyrl.data.readers import Row, json_of, valid_text
+from tinyrl.data.readers import Row, first_repeated, json_of, valid_text
 from tinyrl.text import first_line, join_truncated, truncate
 
 Message = dict[str, Any]  # role, content (text), images in it, and what else a chat template reads of it
@@ -87,7 +87,7 @@ def _check_results(results: list[Message], turn: Message, column: str) -> None:
         if len(results) == 1 and isinstance(together, list) and len(together) == len(calls):
             return
     ids = _ids(turn)
-    given = [str(result.get("tool_call_id") or "") for result in results]
+    given = {str(result.get("tool_call_id") or "") for result in results}
     missing = [one for one in ids if one not in given] if all(given) else []
     which = f"; none is for the call {missing[0]!r:.60}" if missing else ""
     raise ValueError(
@@ -108,14 +108,16 @@ def _in_order(results: list[Message], calls: list[str], column: str) -> list[Mes
     ids = [str(result["tool_call_id"]) for result in results if result.get("tool_call_id")]
     if not calls or not ids:
         return results
-    for place, one in enumerate(ids):
-        if one not in calls:
+    places = {call: place for place, call in enumerate(calls)}
+    for one in ids:
+        if one not in places:
             raise ValueError(f"'{column}' has a result with tool_call_id={one!r:.60}; the calls are {calls!r:.80}")
-        if one in ids[:place]:
-            raise ValueError(f"'{column}' has two results with tool_call_id={one!r:.60}")
+    twice = first_repeated(ids)
+    if twice is not None:
+        raise ValueError(f"'{column}' has two results with tool_call_id={twice!r:.60}")
     if len(ids) < len(results):
         return results
-    return sorted(results, key=lambda result: calls.index(str(result["tool_call_id"])))
+    return sorted(results, key=lambda result: places[str(result["tool_call_id"])])
 
 
 def tools_of(value: Any) -> list[Any] | None:

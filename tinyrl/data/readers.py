@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,20 @@ def json_of(text: str, **options: Any) -> Any:
     return json.loads(text, object_pairs_hook=_object, **options)
 
 
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before; None if all differ."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        twice = first_repeated(name for name, _ in pairs)
         raise ValueError(f"the key '{truncate(twice)}' is given twice in an object")
     return found
 

@@ -305,7 +305,7 @@ class Endpoint:
         variables = {**self.variables, **own, **({"tools": tools} if tools else {})}
         field = answer.dialect.name_of("messages")
         try:
-            messages = messages_of(given, field)
+            messages = await run_sync(messages_of, given, field)
         except ValueError as error:  # which begins with the field
             raise Refused(400, str(error), param=field) from None
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
