@@ -184,7 +184,7 @@ def _tool_call(call: Any, column: str) -> Any:
         return {**call, "function": _tool_call(call["function"], column)}
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
-        raise ValueError(f"'{column}' has a call of a tool without a `name`: {truncate(repr(call), 60)}")
+        raise ValueError(f"'{column}' has a call without a `name` in `tool_calls`: {truncate(repr(call), 60)}")
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
         try:

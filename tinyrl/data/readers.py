@@ -156,8 +156,8 @@ def first_repeated(names: Iterable[str]) -> str | None:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = first_repeated(name for name, _ in pairs)
+    twice = None if len(found) == len(pairs) else first_repeated(name for name, _ in pairs)
+    if twice is not None:
         raise ValueError(f"the key '{truncate(twice)}' is given twice in an object")
     return found
 
