@@ -44,7 +44,8 @@ from tinyrl.config.sections import EnvironmentConfig, GenerationConfig
 from tinyrl.data.messages import Message
 from tinyrl.data.readers import Row
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
-from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening
+from tinyrl.endpoint.endpoint import Endpoint
+from tinyrl.endpoint.server import LOCAL, Listening
 from tinyrl.environments.agent import Agents
 from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.runs.resolve import config_of

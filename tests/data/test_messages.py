@@ -184,3 +184,23 @@ def test_a_key_given_twice_in_the_json_of_a_column_or_a_call_is_refused():
         messages_of([{"role": "assistant", "content": "", "tool_calls": [call]}], "messages")
     with pytest.raises(ValueError, match=r"'tools'.*'type' is given twice"):
         tools_of('[{"type": "function", "type": "x"}]')
+
+
+@pytest.mark.parametrize("call", [5, {}, {"function": {}}, {"function": {"name": ""}}, {"name": 5}, {"function": 5}])
+def test_a_call_of_no_tool_is_refused(call: Any):
+    with pytest.raises(ValueError, match=r"'prompt'.*name"):
+        messages_of([{"role": "assistant", "tool_calls": [call]}], "prompt")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1, "a": 2}', '{"a": ["\\ud800"]}', '{"a": ' + "9" * 5000 + "}"])
+def test_arguments_that_cannot_be_read_are_refused_by_the_calls_name(arguments: str):
+    call = {"function": {"name": "add", "arguments": arguments}}
+    with pytest.raises(ValueError, match=r"'prompt'.*add"):
+        messages_of([{"role": "assistant", "tool_calls": [call]}], "prompt")
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800", [{"role": "user", "content": "a\ud800"}]])
+def test_half_a_character_is_refused_as_such(prompt: Any):
+    """A key of a terminal's may be none, and tokenizers raise TypeError at it."""
+    with pytest.raises(ValueError, match="invalid Unicode"):
+        prompt_of(prompt)

@@ -9,7 +9,8 @@ import numpy as np
 from tests.generation.conftest import _seed, live, prefills  # noqa: F401  fixtures
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.endpoint.agent_episode import AgentEpisode, SideConversations
-from tinyrl.endpoint.endpoint import NO_LIMIT, Endpoint, Listening
+from tinyrl.endpoint.endpoint import NO_LIMIT, Endpoint
+from tinyrl.endpoint.server import Listening
 from tinyrl.generation.request import Request
 
 

@@ -30,8 +30,9 @@ from tests.training.experiences import experience_of
 from tinyrl.config.sections import EnvironmentConfig, RewardConfig, TaskConfig
 from tinyrl.endpoint import agent_episode
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput, SideConversations
-from tinyrl.endpoint.endpoint import NO_LIMIT, Listening
+from tinyrl.endpoint.endpoint import NO_LIMIT
 from tinyrl.endpoint.live_answer import LiveAnswer
+from tinyrl.endpoint.server import Listening
 from tinyrl.environments.environment import Dialogue, Episode
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request
@@ -274,12 +275,27 @@ def test_side_conversations_are_answered_and_are_no_rows(
     assert episode.calls == 3
 
 
-def test_a_text_that_is_no_chat_is_no_side_conversation(server: Running) -> None:
-    episode = episode_of(server.tokenizer, side=SideConversations(min_tools=1))
-    call = begun(episode, [5, 6], ClientInput(text="hello"))
-    sampled(call.sequence, [40], "eos")
-    call.answered({"content": "x"})
-    assert len(episode.samples()) == 1
+@pytest.mark.parametrize(
+    ("side", "rows"),
+    [
+        (SideConversations(prompts=["title"]), ["a story", "a story"]),
+        (SideConversations(prompts=["titles"]), ["a title", "a story", "a title", "a story"]),
+        (SideConversations(min_tools=1), []),  # a text declares none
+        (SideConversations(), ["a title", "a story", "a title", "a story"]),
+    ],
+)
+def test_a_text_is_a_side_conversation_by_what_stands_in_it(
+    side: SideConversations, rows: list[str], server: Running
+) -> None:
+    """Also one that is sent as tokens."""
+    episode = episode_of(server.tokenizer, side=side)
+    for is_tokens in (False, True):
+        for text in ("a title", "a story"):
+            tokens = [int(token) for token in server.tokenizer(text, add_special_tokens=False)["input_ids"]]  # pyright: ignore
+            call = begun(episode, tokens, ClientInput() if is_tokens else ClientInput(text=text))
+            sampled(call.sequence, [40], "eos")
+            call.answered({"content": "x"})
+    assert [str(server.tokenizer.decode(each.prompt)) for each in episode.samples()] == rows
 
 
 def test_tokens_are_drawn_as_the_run_says_by_the_episodes_numbers(server: Running) -> None:

@@ -21,7 +21,7 @@ from tests.endpoint.conftest import episode_of, listening_to
 from tests.generation.sampling import TEMPLATE, make_engine, stir
 from tests.tiny_models import TinyModels
 from tinyrl.endpoint.agent_episode import AgentEpisode
-from tinyrl.endpoint.endpoint import Listening
+from tinyrl.endpoint.server import Listening
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.sample import Sample
 from tinyrl.models.checks import as_exact

@@ -16,9 +16,9 @@ from tests.endpoint.conftest import episode_of, listening_to
 from tests.endpoint.test_endpoint import CALL, TOOLS, CutOff, Scripted, post
 from tinyrl.endpoint.completions import ChatCompletions
 from tinyrl.endpoint.dialect import EndedChoice, ListedToken, Refused, Usage
-from tinyrl.endpoint.endpoint import Listening
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.responses import Responses
+from tinyrl.endpoint.server import Listening
 from tinyrl.generation.live import LiveScheduler
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -163,9 +163,24 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
         (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "item_reference"),
         (Responses, {"input": "x", "tools": [{"name": "weather"}]}, "tools"),
         (Responses, {"input": "x", "tools": [{"type": "namespace", "name": "of"}]}, "namespace"),
+        (
+            Responses,
+            {"input": "x", "tools": [{"type": "namespace", "name": "of", "description": 5, "tools": []}]},
+            "description",
+        ),
+        (
+            Responses,
+            {
+                "input": "x",
+                "tools": [
+                    {"type": "namespace", "name": "of", "tools": [{"type": "namespace", "name": "x", "tools": []}]}
+                ],
+            },
+            "within",
+        ),
         (Responses, {"input": "x", "reasoning": "high"}, "reasoning"),
         (Responses, {"input": 3}, "input"),
-        (Responses, {"input": "x", "n": 2}, "^n is"),
+        (Responses, {"input": "x", "n": 2}, "^n:"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "container": "x"}, "container"),
         (
             Messages,
@@ -173,7 +188,7 @@ def test_a_chat_goes_to_the_template_in_its_own_words() -> None:
             "image",
         ),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "tool"),
-        (Messages, {"messages": [{"role": "user", "content": "x"}], "n": 2}, "^n is"),
+        (Messages, {"messages": [{"role": "user", "content": "x"}], "n": 2}, "^n:"),
         (Messages, {"messages": [{"role": "user", "content": "x"}], "tools": ["bash"]}, "tools"),
         (ChatCompletions, {"messages": [{"role": "user", "content": "x"}], "tools": ["bash"]}, "tools"),
     ],
@@ -556,6 +571,26 @@ def test_a_recorded_request_of_codex_is_answered_with_a_call_within_its_namespac
     [prompt] = script.prompts
     assert "multi_agent_v1.close_agent" in prompt
     assert "web_search" not in prompt
+
+
+def test_what_a_namespace_is_for_stands_before_what_its_functions_do() -> None:
+    tools = [
+        {"type": "namespace", "name": "sky", "description": "About the sky.", "tools": [
+            {"type": "function", "name": "look", "description": "Look up."},
+            {"type": "function", "name": "wait"},
+            {"type": "web_search"},
+        ]},
+        {"type": "namespace", "name": "sea", "tools": [{"type": "function", "name": "look"}]},
+        {"type": "function", "name": "stop", "description": "End it."},
+    ]  # fmt: skip
+    chat = Responses.chat_request({"model": "policy", "input": "x", "tools": tools})
+    functions = [tool["function"] for tool in chat["tools"] if tool["type"] == "function"]
+    assert [(each["name"], each["description"]) for each in functions] == [
+        ("sky.look", "About the sky.\n\nLook up."),
+        ("sky.wait", "About the sky."),
+        ("sea.look", None),
+        ("stop", "End it."),
+    ]
 
 
 class InNamespace(OverResponses):

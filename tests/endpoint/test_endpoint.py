@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import logging
 import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -26,8 +28,9 @@ from tests.generation.sampling import TEMPLATE, stir
 from tests.images import png
 from tests.tiny_models import tiny_tokenizer
 from tinyrl.endpoint import endpoint as endpoint_file
-from tinyrl.endpoint.endpoint import LOCAL, Connection, Listening
+from tinyrl.endpoint import request_body, server
 from tinyrl.endpoint.live_answer import Choice
+from tinyrl.endpoint.server import LOCAL, Connection, Listening
 from tinyrl.generation.live import LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request
 from tinyrl.tasks.prompts import render_prompt
@@ -138,9 +141,17 @@ def test_the_likeliest_tokens_at_each_place(temperature: float, client: openai.O
         ({"chat_template_kwargs": {"": 1}}, {}, 400, "chat_template_kwargs"),
         ({"top_k": 1 << 63}, {}, 400, "top_k"),
         ({"tools": [{"type": "fuction", "function": {"name": "look"}}]}, {}, 400, "fuction"),
+        ({"chat_template_kwargs": {"mod": "x"}}, {}, 400, '"param": "chat_template_kwargs"'),
         (b"{", {}, 400, "JSON"),
+        (b'{"model": "policy", "seed": 1, "seed": 2}', {}, 400, "'seed' is given twice"),
+        (b'{"model": "policy", "metadata": {"a": 1, "a": 2}}', {}, 400, "'a' is given twice"),
+        (b'{"model": "policy", "metadata": 1e999}', {}, 400, "1e999"),  # which no answer could repeat
+        (b'{"model": "policy", "user": "\\ud800"}', {}, 400, "JSON"),
+        (b'{"model": "policy", "user": ' + b"[" * 999 + b"]" * 999 + b"}", {}, 400, "JSON"),
         (b"{}", {"Content-Type": "text/plain"}, 415, "JSON"),  # a page of another site may send it without being asked
-        (b"{}", {"Host": "evil.example"}, 400, ""),
+        (b"{}", {"Host": "evil.example"}, 400, "evil.example"),
+        (b"{}", {"Host": "localhost.evil.example:80"}, 400, "evil.example"),
+        (b"{}", {"Host": "[::1"}, 400, "127.0.0.1"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_named(
@@ -212,7 +223,7 @@ def status_of(listening: Listening, path: str, more: dict[str, Any], key: str = 
         ("messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
         ("messages", {"tool_choice": {"type": "any"}}, "tool_choice"),
         ("responses", {"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}]}, "tool_choice"),
-        ("responses", {"text": {"format": {"type": "json_object"}}}, "response_format"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "text.format"),
         ("responses", {"response_format": {"type": "json_object"}}, "response_format"),
         ("responses", {"logprobs": True}, "logprobs"),
         ("responses", {"top_logprobs": 2}, "top_logprobs"),
@@ -339,6 +350,50 @@ def test_the_largest_top_k_is_sampled_with(listening: Listening) -> None:
     assert status_of(listening, "completions", {"top_k": (1 << 63) - 1})[0] == 200
 
 
+@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]", "[::1]:8000"])
+def test_a_server_of_this_machine_answers_by_each_of_its_names(host: str, listening: Listening) -> None:
+    code, _ = post(f"{listening.url}/completions", json.dumps(REQUESTS["completions"]).encode(), {"Host": host})
+    assert code == 200
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(
+    more: int, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing one would keep everybody waiting."""
+    body = json.dumps({**REQUESTS["completions"], "metadata": [[], [], {}]}).encode()
+    monkeypatch.setattr(request_body, "MOST_VALUES", sum(body.count(mark) for mark in b",[{") - more)
+    code, answer = post(f"{listening.url}/completions", body)
+    assert (code, "values" in json.dumps(answer)) == ((413, True) if more else (200, False))
+
+
+@pytest.mark.parametrize(("path", "is_anthropics"), [("messages", True), ("responses", False)])
+def test_a_failure_of_the_server_is_an_error_in_the_clients_words(
+    path: str, is_anthropics: bool, listening: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **named: Any) -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(endpoint_file, "render_prompt", fail)
+    code, answer = status_of(listening, path, {})
+    assert code == 500
+    assert ('"api_error"' in answer) == is_anthropics
+    assert "KeyError" in answer
+    assert "secret" not in answer
+
+
+@pytest.mark.parametrize(
+    ("path", "is_anthropics"),
+    [("messages/count_tokens", True), ("messages/batches", True), ("messagesx", False), ("responses/x", False)],
+)
+def test_a_path_below_a_protocols_own_is_refused_in_its_words(
+    path: str, is_anthropics: bool, listening: Listening
+) -> None:
+    code, answer = post(f"{listening.url}/{path}", b"{}")
+    assert code == 404
+    assert (answer.get("type") == "error") == is_anthropics
+
+
 HEADERS = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     b"Content-Type: application/json\r\nContent-Length: 90\r\n"
@@ -351,12 +406,41 @@ HEADERS = (
 def test_a_client_that_does_not_send_its_request_is_let_go(
     sent: bytes, answer: bytes, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.2)
+    monkeypatch.setattr(server, "SLOW_S", 0.2)
+    monkeypatch.setattr(request_body, "SLOW_S", 0.2)
     port = int(listening.url.rpartition(":")[2].partition("/")[0])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         connection.sendall(sent)
         found = connection.makefile("rb").read()  # until the server closes
     assert found[:13] == answer
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+def test_headers_that_do_not_end_end_the_connection(
+    listening: Listening, monkeypatch: pytest.MonkeyPatch, *, is_long: bool
+) -> None:
+    """They are kept in memory, before a key is read."""
+    monkeypatch.setattr(server, "MOST_HEADERS", 10_000)
+    body = json.dumps(REQUESTS["completions"]).encode()
+    whole = HEADERS.replace(b"90", b"%d" % len(body)) + b"\r\n" + body
+    port = int(listening.url.rpartition(":")[2].partition("/")[0])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        connection.sendall(HEADERS + b"X-Long: " + b"x" * 20_000 if is_long else whole)
+        found = connection.makefile("rb").read()
+    assert found[:13] == (b"" if is_long else b"HTTP/1.1 200 ")
+
+
+def test_a_body_that_nobody_reads_is_no_header(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer comes before its end, and the connection can be used again."""
+    monkeypatch.setattr(server, "MOST_HEADERS", 10_000)
+    connection = http.client.HTTPConnection(urllib.parse.urlsplit(listening.url).netloc, timeout=30)
+    for content_type, status in (("text/plain", 415), ("application/json", 200)):
+        body = json.dumps({**REQUESTS["completions"], "user": "x" * 1_000_000})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": content_type})
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == status
+    connection.close()
 
 
 @contextlib.contextmanager
@@ -376,7 +460,7 @@ def streaming(listening: Listening) -> Iterator[socket.socket]:
 def test_a_client_that_does_not_read_its_stream_is_let_go(
     listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_file, "SLOW_S", 0.3)
+    monkeypatch.setattr(server, "SLOW_S", 0.3)
     with streaming(listening) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
         until = time.monotonic() + 60
@@ -405,7 +489,7 @@ def test_a_client_is_kept_while_it_takes_enough_of_its_stream(
 ) -> None:
     """As looked at twice: one byte of what waited has been taken, and none."""
     one: Any
-    monkeypatch.setattr(endpoint_file, "LEAST_TAKEN", 1)
+    monkeypatch.setattr(server, "LEAST_TAKEN", 1)
 
     async def look(*, taken: int) -> bool:
         waiting: int = one.transport.get_write_buffer_size()

@@ -17,8 +17,9 @@ from tests.tiny_vision import tiny_vision
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.endpoint import request_images
 from tinyrl.endpoint.dialect import Refused
-from tinyrl.endpoint.endpoint import Endpoint, Listening
+from tinyrl.endpoint.endpoint import Endpoint
 from tinyrl.endpoint.request_images import ImageShelf, RequestImages
+from tinyrl.endpoint.server import Listening
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.scoring import logprobs_of_text
 from tinyrl.process.launched import Options

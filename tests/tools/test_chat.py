@@ -153,6 +153,35 @@ def test_commands_do_what_help_says(session: ChatSession, typed: Any) -> None:
     assert f"[{session.answer.prompt.text}]" in written
 
 
+@pytest.mark.parametrize("command", ["/quit", "/reset", "/reward", "/help"])
+def test_words_behind_a_command_that_takes_none_are_refused(command: str, session: ChatSession, typed: Any) -> None:
+    written = typed(ASKED, f"{command} now")
+    assert f"{command} alone" in written
+    assert "unknown" not in written
+    assert session.answer is not None
+
+
+@pytest.mark.parametrize("line", ["a\udcffb", "/prompt \udcff", "/\udcff"])
+def test_bytes_that_are_no_text_are_refused_and_the_conversation_goes_on(line: str, typed: Any) -> None:
+    assert typed(line, "/bogus").count("unknown command /bogus") == 1
+
+
+@pytest.mark.parametrize(
+    ("typed_path", "path"),
+    [
+        ("a b.png", "a b.png"), ("'a b.png'", "a b.png"), ('"a b.png"', "a b.png"), ("a\\ b.png", "a b.png"),
+        ("it's.png", "it's.png"), ("a.png", "a.png"),
+    ],
+)  # fmt: skip
+def test_a_path_may_be_quoted_as_terminals_do(
+    typed_path: str, path: str, session: ChatSession, typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = list[str]()
+    monkeypatch.setattr(session, "show_image", shown.append)
+    typed(f"/image {typed_path}")
+    assert shown == [path]
+
+
 @pytest.mark.parametrize(("line", "unknown"), [("/bogus", 1), ("/help", 0)])
 def test_a_command_that_there_is_not_is_named(typed: Any, line: str, unknown: int) -> None:
     written = typed(line)

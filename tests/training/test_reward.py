@@ -215,7 +215,8 @@ def scores_in_ppo(
 # ---- what rows cannot teach ----
 
 ONE_CLASS = [{"prompt": f"p{i}", "completion": "a", "label": 1} for i in range(20)]
-CALL = {"prompt": talk("p"), "chosen": [{**talk("p", "a")[1], "tool_calls": [{}]}], "rejected": talk("p", "b")[1:]}
+CALLS = [{"function": {"name": "f"}}]
+CALL = {"prompt": talk("p"), "chosen": [{**talk("p", "a")[1], "tool_calls": CALLS}], "rejected": talk("p", "b")[1:]}
 
 
 @pytest.mark.parametrize(

@@ -432,10 +432,13 @@ class EnvironmentConfig(Section):
     )
     side_prompts: Annotated[list[Text], AGENT] = Field(
         default_factory=list,
-        description="an agent's chats with one of these texts in a system message are answered, and not trained on",
+        description="an agent's conversations with one of these texts in a system message, or in the prompt of a text "
+        "completion, are answered, and not trained on",
     )
     min_tools: Annotated[int, Field(ge=0, le=1000), AGENT] = Field(
-        default=0, description="an agent's chats with fewer tools than this are answered, and not trained on"
+        default=0,
+        description="an agent's conversations with fewer tools than this are answered, and not trained on; a text "
+        "completion has none",
     )
     max_turns: Annotated[int, Field(ge=1, le=1000), TURNS] = Field(default=4, description="maximum turns per episode")
     max_observation_tokens: Annotated[Positive, OBSERVES] = Field(

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from tinyrl.data.images import IMAGE_MARK, TEXT_PARTS, is_entry
-from tinyrl.data.readers import Row, json_of
+from tinyrl.data.readers import Row, first_repeated, json_of, valid_text
 from tinyrl.text import first_line, join_truncated, truncate
 
 Message = dict[str, Any]  # role, content (text), images in it, and what else a chat template reads of it
@@ -34,8 +34,11 @@ def prompt_of(value: Any) -> Prompt:
     if not isinstance(value, str | list) or value == []:
         raise ValueError(f"the prompt must be text, or a list of messages, not {value!r:.60}")
     if isinstance(value, str):
+        try:
+            prompt = valid_text(value)
+        except ValueError as error:
+            raise ValueError(f"the prompt {error}") from None
         has_content = bool(value) and not value.isspace()
-        prompt = value
     else:
         prompt = messages_of(value, "prompt")
         has_content = any(message["content"].strip() or message.get("tool_calls") for message in prompt)
@@ -84,7 +87,7 @@ def _check_results(results: list[Message], turn: Message, column: str) -> None:
         if len(results) == 1 and isinstance(together, list) and len(together) == len(calls):
             return
     ids = _ids(turn)
-    given = [str(result.get("tool_call_id") or "") for result in results]
+    given = {str(result.get("tool_call_id") or "") for result in results}
     missing = [one for one in ids if one not in given] if all(given) else []
     which = f"; none is for the call {missing[0]!r:.60}" if missing else ""
     raise ValueError(
@@ -105,14 +108,16 @@ def _in_order(results: list[Message], calls: list[str], column: str) -> list[Mes
     ids = [str(result["tool_call_id"]) for result in results if result.get("tool_call_id")]
     if not calls or not ids:
         return results
-    for place, one in enumerate(ids):
-        if one not in calls:
+    places = {call: place for place, call in enumerate(calls)}
+    for one in ids:
+        if one not in places:
             raise ValueError(f"'{column}' has a result with tool_call_id={one!r:.60}; the calls are {calls!r:.80}")
-        if one in ids[:place]:
-            raise ValueError(f"'{column}' has two results with tool_call_id={one!r:.60}")
+    twice = first_repeated(ids)
+    if twice is not None:
+        raise ValueError(f"'{column}' has two results with tool_call_id={twice!r:.60}")
     if len(ids) < len(results):
         return results
-    return sorted(results, key=lambda result: calls.index(str(result["tool_call_id"])))
+    return sorted(results, key=lambda result: places[str(result["tool_call_id"])])
 
 
 def tools_of(value: Any) -> list[Any] | None:
@@ -148,7 +153,7 @@ def _message(value: Any, column: str) -> Message:
     if not isinstance(calls, list):
         raise refuse("whose `tool_calls` are not a list")
     if calls:
-        message["tool_calls"] = [_tool_call(call) for call in calls]
+        message["tool_calls"] = [_tool_call(call, column) for call in calls]
     content = message.get("content", "")
     if isinstance(content, list) and all(isinstance(p, dict) and p.get("type", "text") in TEXT_PARTS for p in content):
         texts = [part.get("text") for part in content]
@@ -159,6 +164,10 @@ def _message(value: Any, column: str) -> Message:
         kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
         other = next((kind for kind in kinds if kind not in (None, *TEXT_PARTS)), None)
         raise refuse(f"with a part of the type {other!r:.30}, and only text is read" if other else NOT_TEXT)
+    try:
+        valid_text(content)
+    except ValueError as error:
+        raise refuse(f"whose content {error}") from None
     images = message.pop("images", None) or []
     if not isinstance(images, list) or not all(map(is_entry, images)):
         raise refuse('with `images`; images are parts of its content, {"type": "image"}')
@@ -167,19 +176,26 @@ def _message(value: Any, column: str) -> Message:
     return {**message, "content": content, "images": images} if images else {**message, "content": content}
 
 
-def _tool_call(call: Any) -> Any:
+def _tool_call(call: Any, column: str) -> Any:
     """Parse the arguments of a call: the object in JSON text; {} for null, empty and absent ones. Other text stays.
-    Raises ValueError for an object with a key given twice.
+    Raises ValueError for a call without a name, and for arguments with a key given twice, half of a character or a
+    number of thousands of digits.
     """
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
-        return {**call, "function": _tool_call(call["function"])}
-    if not isinstance(call, dict) or "name" not in call:
-        return call
+        return {**call, "function": _tool_call(call["function"], column)}
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"'{column}' has a call without a `name` in `tool_calls`: {truncate(repr(call), 60)}")
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
-        with suppress(json.JSONDecodeError, RecursionError):
+        try:
             found = _without_nulls(json_of(arguments.strip() or "{}"))
+            valid_text(json.dumps(found, ensure_ascii=False))
             arguments = found if isinstance(found, dict) else arguments if found else {}
+        except (json.JSONDecodeError, RecursionError):
+            pass  # text that is no JSON is for the chat template
+        except ValueError as error:
+            raise ValueError(f"'{column}' has a call of {truncate(name)}: {first_line(error)}") from None
     return {**call, "arguments": arguments}
 
 

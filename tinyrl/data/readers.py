@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,13 @@ def plain_row(row: Mapping[str, Any], place: str) -> Row:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, str):
-        return _valid(value)
+        return valid_text(value)
     if isinstance(value, float):
         return None if math.isnan(value) else value  # as tables write a value that is missing
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, Mapping):
-        return {_valid(str(key)): _plain(inner) for key, inner in value.items()}
+        return {valid_text(str(key)): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     if isinstance(value, datetime.date | datetime.time):
@@ -78,7 +78,7 @@ def _plain(value: Any) -> Any:
     )
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """Return a text that is valid Unicode. Raises ValueError for half of a character."""
     if text.isascii():
         return text
@@ -147,11 +147,20 @@ def json_of(text: str, **options: Any) -> Any:
     return json.loads(text, object_pairs_hook=_object, **options)
 
 
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that was there before; None if all differ."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for place, name in enumerate(names) if name in names[:place])
+    twice = None if len(found) == len(pairs) else first_repeated(name for name, _ in pairs)
+    if twice is not None:
         raise ValueError(f"the key '{truncate(twice)}' is given twice in an object")
     return found
 
@@ -166,7 +175,7 @@ def _parse_json(text: str, source: str, line: int) -> Any:
         raise ValueError(f"{source}:{line}: {first_line(error)}") from None
 
 
-def _finite(text: str) -> float:
+def finite(text: str) -> float:
     """Parse a number. Raises ValueError for one that would be infinity."""
     number = float(text)
     if math.isinf(number):
@@ -178,7 +187,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; write null or leave the row out")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_refuse_constant, parse_float=finite)
 
 
 def _row(value: Any, place: str) -> Row:

@@ -54,17 +54,19 @@ class ClientInput:
 
 @dataclass(frozen=True)
 class SideConversations:
-    """Which chats of an agent are answered and not trained on: environment.side_prompts and environment.min_tools."""
+    """Which conversations of an agent are answered and not trained on: environment.side_prompts and min_tools."""
 
     prompts: list[str] = field(default_factory=list)
     min_tools: int = 0
 
-    def has(self, given: ClientInput) -> bool:
-        """Return whether a chat is one of them, by its system messages or the number of its tools."""
-        if given.messages is None:
-            return False
-        systems = [message["content"] for message in given.messages if message["role"] == "system"]
-        is_named = any(prompt in system for system in systems for prompt in self.prompts)
+    def has(self, given: ClientInput, *, prompt: str) -> bool:
+        """Return whether a conversation that begins is one of them: by its system messages, or all of its `prompt`
+        where it is no chat and has no roles; or by the number of tools that it declares, which a text never does.
+        """
+        told = [prompt]
+        if given.messages is not None:
+            told = [message["content"] for message in given.messages if message["role"] == "system"]
+        is_named = any(any(one in text for one in self.prompts) for text in told)
         return is_named or len(given.variables.get("tools") or []) < self.min_tools
 
 
@@ -254,7 +256,8 @@ class AgentEpisode:
             role=own.role,
         )
         if conversation is None:
-            conversation = AgentConversation(SampleBuilder(request), is_side=self.side.has(given))
+            prompt = "" if given.messages is not None else str(self.tokenizer.decode(context))
+            conversation = AgentConversation(SampleBuilder(request), is_side=self.side.has(given, prompt=prompt))
             self.conversations.append(conversation)
         call = Call(
             self,

@@ -26,7 +26,7 @@ from tinyrl.tasks import Task
 from tinyrl.tasks.prompts import PreparedPrompt
 
 if TYPE_CHECKING:  # it needs the extra `serve`
-    from tinyrl.endpoint.endpoint import Listening
+    from tinyrl.endpoint.server import Listening
 
 MODEL = "policy"  # its name at the endpoint
 AT_ONCE = 256  # completions decoded together where generation.max_rows is not set
@@ -128,7 +128,8 @@ class AgentRunner:
 
     def _listen(self, engine: SamplingEngine) -> Listening:
         """Start the endpoint that agents call, over a scheduler of the engine."""
-        from tinyrl.endpoint.endpoint import LOCAL, Endpoint, Listening  # with the extra `serve`
+        from tinyrl.endpoint.endpoint import Endpoint  # with the extra `serve`
+        from tinyrl.endpoint.server import LOCAL, Listening
 
         endpoint = Endpoint(
             LiveScheduler(engine, max_rows=self.config.generation.max_rows or AT_ONCE),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tinyrl.endpoint.dialect import JSON, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
+from tinyrl.endpoint.dialect import JSON, BadField, Dialect, EndedChoice, ListedToken, Usage, logprob_entries
 from tinyrl.endpoint.request_tools import flat_tools, is_function
+from tinyrl.text import truncate
 
 
 class ChatCompletions(Dialect):
@@ -23,6 +24,9 @@ class ChatCompletions(Dialect):
         """Return the request without what chat templates have no words for: `developer` is `system`, and whether the
         decoding of a tool's arguments is `strict` is not for the model to read.
         """
+        _check_limits(asked)
+        if not isinstance(asked.get("logprobs"), bool | None):
+            raise BadField("logprobs", f"is true or false of a chat, not {truncate(repr(asked['logprobs']), 60)}")
         chat = dict(asked)
         if isinstance(asked.get("messages"), list):
             chat["messages"] = [_as_system(message) for message in asked["messages"]]
@@ -95,6 +99,14 @@ class TextCompletions(ChatCompletions):
     kind = "text_completion"
     chunk_kind = "text_completion"
 
+    @staticmethod
+    def chat_request(asked: JSON) -> JSON:
+        """Return the request as it is."""
+        _check_limits(asked)
+        if asked.get("logprobs") is True:
+            raise BadField("logprobs", "is a number of tokens, 0 to 20, and not true")
+        return asked
+
     def begin(self, count: int, usage: Usage) -> Iterator[JSON]:
         yield from ()
 
@@ -120,6 +132,15 @@ class TextCompletions(ChatCompletions):
             "top_logprobs": [_likeliest(one) for one in logprobs],
             "text_offset": [one.offset for one in logprobs],
         }
+
+
+def _check_limits(asked: JSON) -> None:
+    """Raise Refused where the older and the newer name of one limit have two values."""
+    older = asked.get("max_tokens")
+    newer = asked.get("max_completion_tokens")
+    if older is not None and newer is not None and older != newer:
+        shown = f"{truncate(repr(newer), 30)} of max_completion_tokens"
+        raise BadField("max_tokens", f"{truncate(repr(older), 30)} contradicts the {shown}; give one of them")
 
 
 def _as_system(message: Any) -> Any:

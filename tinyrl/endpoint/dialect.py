@@ -14,7 +14,9 @@ import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+from tinyrl.text import truncate
 
 JSON = dict[str, Any]
 
@@ -35,6 +37,13 @@ class Refused(Exception):
         self.status = status
         self.code = code
         self.param = param
+
+
+class BadField(Refused):
+    """A request with a field whose value cannot be taken; `field` as the client's protocol names it."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(400, f"{truncate(field)}: {problem}", param=truncate(field))
 
 
 class ContextOverflow(Refused):
@@ -106,12 +115,18 @@ class Dialect:
 
     prefix: str  # of the answer's id
     foreign: frozenset[str] = frozenset()  # fields that are read of other requests, and that this protocol has not
+    names: ClassVar[dict[str, str]] = {}  # of fields that chat completions name otherwise
     closing = ""  # the last line of a stream
 
     def __init__(self, asked: JSON) -> None:
         self.asked = asked
         self.id = f"{self.prefix}{secrets.token_hex(12)}"
         self.created = int(time.time())
+
+    @classmethod
+    def name_of(cls, field: str) -> str:
+        """Return the name in this protocol of a field of chat completions."""
+        return cls.names.get(field, field)
 
     @staticmethod
     def chat_request(asked: JSON) -> JSON:
@@ -160,13 +175,13 @@ def refuse_state(asked: JSON) -> None:
     for name, neutral in STATE.items():
         value = asked.get(name)
         if value is not None and value not in neutral:
-            raise Refused(400, f"{name} is not supported: nothing is kept between two requests; send all messages")
+            raise BadField(name, "not supported, as nothing is kept between two requests; send all messages")
 
 
 def refuse_several(asked: JSON) -> None:
     """Raise Refused for several choices, which a protocol's answer has no place for."""
     if asked.get("n") not in (None, 1):
-        raise Refused(400, "n is not supported: an answer of this protocol is a single one")
+        raise BadField("n", f"an answer of this protocol is a single one, not {truncate(repr(asked['n']), 60)}")
 
 
 def logprob_entries(logprobs: list[ListedToken]) -> list[JSON]:

@@ -3,6 +3,7 @@
     dialect.py, completions.py, responses.py, messages_api.py   what each protocol reads and writes
     request_body.py, request_tools.py, request_images.py        the fields of a request, its tools and its images
     live_answer.py, answer_writer.py                            an answer that is being sampled, and how it is sent
+    server.py                                                   connections of clients, and a server in a thread
 
 Requests are decoded together as they come (live.py). What a client asks for and does not get is refused by name;
 in an agent's episode such wishes are for the policy to learn: they are listed, and ignored.
@@ -19,10 +20,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
-import logging
+import re
 import secrets
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -31,18 +30,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import uvicorn
 from anyio.to_thread import run_sync
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from tinyrl.config.sections import GenerationConfig
 from tinyrl.data.image_files import stored
@@ -52,10 +46,10 @@ from tinyrl.data.messages import messages_of, tools_of
 from tinyrl.endpoint.agent_episode import AgentEpisode, Call, ClientInput
 from tinyrl.endpoint.answer_writer import AnswerWriter
 from tinyrl.endpoint.completions import ChatCompletions, TextCompletions
-from tinyrl.endpoint.dialect import JSON, ContextOverflow, Dialect, Refused, TooManyTokens
+from tinyrl.endpoint.dialect import JSON, BadField, ContextOverflow, Dialect, Refused, TooManyTokens
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.endpoint.messages_api import Messages
-from tinyrl.endpoint.request_body import Body
+from tinyrl.endpoint.request_body import Body, read_json
 from tinyrl.endpoint.request_images import ImageShelf, RequestImages, refuse
 from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.endpoint.responses import Responses
@@ -63,18 +57,15 @@ from tinyrl.generation.drawing import sample_keys
 from tinyrl.generation.live import LIVE_STEP, LiveScheduler
 from tinyrl.generation.request import DecodedSequence, Request, SampledRole
 from tinyrl.models.image_inputs import ImageExpander
+from tinyrl.models.tokens import unknown_variable
 from tinyrl.tasks.call_forms import CallForm, call_form
 from tinyrl.tasks.prompts import Rendered, open_thinking, render_prompt
 from tinyrl.tasks.turn_text import TurnDetokenizer
 from tinyrl.text import truncate
 
-MAX_BODY = 1 << 25  # bytes of a request
-LOCAL = ["127.0.0.1", "localhost", "[::1]"]
 CLIENT_GONE = 499  # nginx's status; nobody receives it
 LEAST_TEMPERATURE = 0.01  # below it the likeliest token is taken
 MOST_SEQUENCES = 4096  # of all requests together
-SLOW_S = 60.0  # in which a request has to be sent: its headers, and its body
-LEAST_TAKEN = 1 << 16  # bytes of a waiting answer that a client has to take within SLOW_S
 MOST_WISHES = 20  # fields, and tools, that are listed
 NO_LIMIT = 1 << 60  # tokens of an agent's call that names no limit: its episode has one
 OWN_VARIABLES = {  # of a chat template, which are given here
@@ -90,6 +81,7 @@ DIALECTS: dict[str, type[Dialect]] = {
 
 class Endpoint:
     """A scheduler's HTTP side. models: the role behind each name; key: what clients must bring (None: nothing);
+    hosts: the names that clients may call it by (None: any);
     defaults: temperature, top_p, top_k and max_new_tokens of requests that do not say; positions: of the model;
     variables: of the chat template; episodes: of agents, by the key that they bring (None: no agents). form: how the
     model writes calls of tools (None: its template shows it none, or they cannot be read). expander: of images (None:
@@ -114,6 +106,7 @@ class Endpoint:
         self.models = models
         self.defaults = defaults
         self.key = key
+        self.hosts = hosts
         self.tokenizer = scheduler.tokenizer
         self.expander = expander
         keeps_images = episodes is not None  # training reads them again
@@ -142,12 +135,11 @@ class Endpoint:
         self.writer = AnswerWriter(scheduler, models, self.form, expander)
         handlers: Any = {
             Refused: lambda request, refused: error_response(request, refused),
+            Exception: lambda request, error: error_response(request, failed(error)),
             HTTPException: lambda request, error: error_response(request, unknown_path(request, error)),
             ClientDisconnect: lambda request, gone: Response(status_code=CLIENT_GONE),
         }
-        # A page in a browser may send here under a name of its own that leads to this machine.
-        middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=hosts or ["*"])]
-        self.app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+        self.app = Starlette(routes=routes, exception_handlers=handlers)
 
     @contextmanager
     def serving(self, episodes: dict[str, AgentEpisode]) -> Iterator[None]:
@@ -171,7 +163,12 @@ class Endpoint:
     # ---- requests ----
 
     def _authorized(self, request: HttpRequest) -> AgentEpisode | None:
-        """Return the episode that a request belongs to. Raises Refused if it brings the wrong key."""
+        """Return the episode that a request belongs to. Raises Refused if it brings the wrong key, or another host."""
+        # A page in a browser may send here under a name of its own that leads to this machine.
+        called = request.headers.get("host", "")
+        if self.hosts is not None and without_port(called) not in self.hosts:
+            here = ", ".join(self.hosts)
+            raise Refused(400, f"this server answers as {here}, and not as {truncate(called)!r}; --host opens it")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         key = bearer or request.headers.get("x-api-key", "")
         if self.episodes is not None:
@@ -205,14 +202,13 @@ class Endpoint:
         """Answer a request: all at once, or streamed."""
         episode = self._authorized(request)
         kind = DIALECTS[request.url.path]
-        asked = await self._asked(request)
-        foreign = {name: value for name, value in asked.items() if name in kind.foreign}
-        own = {name: value for name, value in asked.items() if name not in kind.foreign}
-        body = Body.of(kind.chat_request(own))
+        asked = await read_json(request)
+        body = Body.of(asked, kind)
         self._check_model(body.model)
-        wishes = body.wishes(foreign)
-        if wishes and episode is None:
-            raise Refused(400, f"{next(iter(wishes.values()))} is not supported")
+        wishes = body.wishes(asked, kind)
+        for name, wish in wishes.items():
+            if episode is None:
+                raise Refused(400, f"{wish} is not supported", param=truncate(name))
         if len(self.wishes) < MOST_WISHES:
             self.wishes = wishes | self.wishes
         self._note_left_out(body.left_out)
@@ -253,27 +249,6 @@ class Endpoint:
         if listed and self.note is not None:
             self.note(left_out_note(listed))
 
-    async def _asked(self, request: HttpRequest) -> JSON:
-        """Return the request's JSON, of any dialect."""
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise Refused(415, "a request is JSON: Content-Type: application/json")
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(SLOW_S):
-                async for block in request.stream():
-                    raw += block
-                    if len(raw) > MAX_BODY:
-                        raise Refused(413, f"a request has at most {MAX_BODY >> 20} MB")
-        except TimeoutError:
-            raise Refused(408, f"a request is sent within {SLOW_S:g} s") from None
-        try:
-            asked = from_json(bytes(raw), allow_inf_nan=False)
-        except ValueError as error:
-            raise Refused(400, f"the request is not JSON: {error}") from None
-        if not isinstance(asked, dict):
-            raise Refused(400, "the request is JSON that is not an object")
-        return asked
-
     def _images(self) -> RequestImages:
         """Return what reads the images of a request."""
         if self.expander is None:
@@ -284,18 +259,19 @@ class Endpoint:
         self, answer: LiveAnswer, images: RequestImages, episode: AgentEpisode | None
     ) -> list[list[int]]:
         """Return the tokens of a request's prompts. Raises Refused for those that the model cannot read."""
+        field = answer.dialect.name_of("messages" if answer.is_chat else "prompt")
         try:
             if answer.is_chat:
                 prompts = await self._chat(answer, images, episode)
             else:
                 prompts = await self._text(answer)
         except ValueError as error:
-            raise Refused(400, str(error)) from None
+            raise BadField(field, str(error)) from None
         size = self.scheduler.vocabulary
         for prompt in prompts:
             tokens = [token for token in prompt if not (answer.is_chat and is_image_id(token))]
             if not tokens or min(tokens) < 0 or max(tokens) >= size:
-                raise Refused(400, f"the prompt is empty or has tokens other than the model's 0 to {size - 1}")
+                raise BadField(field, f"is empty or has tokens other than the model's 0 to {size - 1}")
             if len(prompt) >= self.positions and episode is None:
                 raise ContextOverflow(f"{len(prompt)} tokens", positions=self.positions)
         return prompts
@@ -313,17 +289,25 @@ class Endpoint:
         given = await run_sync(placed_prompt, body.messages, {}, images)
         self._check_characters(texts_of(given), body.tools)
         if not self.tokenizer.chat_template:
-            raise ValueError("this model has no chat template; it continues text: /v1/completions")
+            raise Refused(400, "this model has no chat template; it continues text: /v1/completions")
         tools = tools_of(body.functions) if body.tool_choice != "none" else None
         if tools and self.form is None:  # chat pages send some with every message
             if episode is not None:
-                raise ValueError("the model's chat template shows it no tools, or its calls of them cannot be read")
+                raise BadField("tools", "the model's chat template shows none, or its calls of them cannot be read")
             tools = None
-        for name in body.chat_template_kwargs or {}:
+        own = body.chat_template_kwargs or {}
+        for name in own:
             if name in OWN_VARIABLES or name.endswith("_token"):
-                raise ValueError(f"chat_template_kwargs: {truncate(name)} is the server's own, not a client's")
-        variables = {**self.variables, **(body.chat_template_kwargs or {}), **({"tools": tools} if tools else {})}
-        messages = messages_of(given, "messages")
+                raise BadField("chat_template_kwargs", f"{truncate(name)} is the server's own, not a client's")
+        problem = unknown_variable(self.tokenizer, own)
+        if problem is not None:
+            raise BadField("chat_template_kwargs", problem)
+        variables = {**self.variables, **own, **({"tools": tools} if tools else {})}
+        field = answer.dialect.name_of("messages")
+        try:
+            messages = await run_sync(messages_of, given, field)
+        except ValueError as error:  # which begins with the field
+            raise Refused(400, str(error), param=field) from None
         [rendered] = await self._rendered([messages], chat=True, variables=variables)
         answer.given = ClientInput(messages, variables)
         answer.text = open_thinking(self.tokenizer, rendered.opened)  # the client has the message that it began itself
@@ -336,9 +320,9 @@ class Endpoint:
         body = answer.body
         self._check_characters(*body.prompts)
         if not body.prompts:
-            raise ValueError("the prompt is empty")
+            raise ValueError("is empty")
         if body.echo and body.stream:
-            raise ValueError("echo is not streamed")
+            raise BadField("echo", "is not streamed")
         if isinstance(body.prompt, str):
             answer.given = ClientInput(text=body.prompt)
         texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
@@ -477,9 +461,20 @@ def count_characters(value: Any) -> int:
 
 
 def error_response(request: HttpRequest, refused: Refused) -> Response:
-    """Answer with an error in the words of the path's dialect."""
-    kind = DIALECTS.get(request.url.path, Dialect)
+    """Answer with an error in the words of the path's dialect, also for what its clients look for below the path."""
+    kind = next((kind for path, kind in DIALECTS.items() if f"{request.url.path}/".startswith(f"{path}/")), Dialect)
     return JSONResponse(kind.error(refused), refused.status)
+
+
+def without_port(host: str) -> str:
+    """Return the name in a Host header; empty for what is none."""
+    found = re.fullmatch(r"(\[[0-9a-f:]+\]|[^:]+)(:\d*)?", host.lower())
+    return "" if found is None else found[1]
+
+
+def failed(error: Exception) -> Refused:
+    """Say that the server is at fault; its log has the traceback."""
+    return Refused(500, f"the server failed: {type(error).__name__}")
 
 
 def unknown_path(request: HttpRequest, error: HTTPException) -> Refused:
@@ -487,98 +482,3 @@ def unknown_path(request: HttpRequest, error: HTTPException) -> Refused:
     there = ", ".join([f"POST {path}" for path in DIALECTS] + ["GET /v1/models"])
     path = truncate(request.url.path)
     return Refused(error.status_code, f"there is no {request.method} {path}; there is {there}")
-
-
-class Connection(AutoHTTPProtocol):
-    """uvicorn's connection, which ends where a client does not send the headers of a request within SLOW_S, or takes
-    fewer than LEAST_TAKEN bytes of an answer that waits for it.
-    """
-
-    transport: Any
-    cycle: Any  # the request that was read last, and its answer
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self._ends: asyncio.TimerHandle | None = None
-        self._looks: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._await_headers(transport)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._await_headers(self.transport)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reading()
-
-    def resume_writing(self) -> None:
-        if self._looks is not None:
-            self._looks.cancel()
-        super().resume_writing()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._ends, self._looks):
-            if timer is not None:
-                timer.cancel()
-        super().connection_lost(exc)
-
-    def _await_reading(self) -> None:
-        """Look again later how much of the answer still waits, unless writing has been resumed by then."""
-        waiting: int = self.transport.get_write_buffer_size()
-        self._looks = asyncio.get_running_loop().call_later(SLOW_S, self._end_unread, waiting)
-
-    def _end_unread(self, waited: int) -> None:
-        """Cut the connection off where its client has taken too little of what `waited` for it; `close` would wait for
-        the client. What comes to wait meanwhile is nothing: no more is written while writing is paused.
-        """
-        if waited - self.transport.get_write_buffer_size() < LEAST_TAKEN:
-            self.transport.abort()
-        else:
-            self._await_reading()
-
-    def _await_headers(self, transport: asyncio.BaseTransport) -> None:
-        """End the connection later, unless a request is being answered."""
-        is_answered = self.cycle is not None and not self.cycle.response_complete
-        if is_answered and self._ends is not None:
-            self._ends.cancel()
-            self._ends = None
-        elif not is_answered and self._ends is None:
-            self._ends = asyncio.get_running_loop().call_later(SLOW_S, transport.close)
-
-
-def is_no_cancel(record: logging.LogRecord) -> bool:
-    """Return whether a line of uvicorn's log is not about answers that were cut off at the end of the server."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, asyncio.CancelledError)
-
-
-def server_config(endpoint: Endpoint, *, log_level: str, grace_s: int) -> uvicorn.Config:
-    """Configure uvicorn's server of an endpoint; grace_s: for answers under way at its end."""
-    config = uvicorn.Config(endpoint.app, http=Connection, log_level=log_level, timeout_graceful_shutdown=grace_s)
-    logging.getLogger("uvicorn.error").addFilter(is_no_cancel)
-    return config
-
-
-class Listening:
-    """A thread in which an endpoint listens at `url`, on a free port of this machine, until `stop`."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self._socket = socket.socket()
-        self._socket.bind(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        self._server = uvicorn.Server(server_config(endpoint, log_level="error", grace_s=1))
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="endpoint", daemon=True)
-        self._thread.start()
-        while not self._server.started:
-            if not self._thread.is_alive():
-                raise RuntimeError(f"the endpoint at {self.url} did not start")
-            time.sleep(0.01)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()

@@ -18,7 +18,6 @@ from tinyrl.endpoint.request_body import Body
 from tinyrl.generation.request import DecodedSequence
 from tinyrl.tasks.turn_text import TurnDetokenizer
 
-LIMITS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # of new tokens, by protocol; the first one holds
 SLICE = 64  # prompts, sequences or pieces of text between two looks at other requests
 
 
@@ -79,20 +78,24 @@ class Choice:
                 self.text = self.text[: self.opened + first]
         certain = len(self.text)
         may_be_cut = not self.ended and self.stopped_by is None and not self.shows_stop
-        if may_be_cut:  # the longest beginning of a stop string that it ends with
-            held = (stop[:size] for stop in self.stop for size in range(1, len(stop)))
-            certain -= max((len(begun) for begun in held if sampled.endswith(begun)), default=0)
+        if may_be_cut:
+            certain -= max((_begun(stop, sampled) for stop in self.stop), default=0)
         piece = self.text[self.shown : max(certain, self.shown)]
         self.shown = max(certain, self.shown)
         return piece
+
+
+def _begun(stop: str, text: str) -> int:
+    """Return the length of the longest beginning of a stop string that a text ends with, short of all of it."""
+    return max((size for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0)
 
 
 class LiveAnswer:
     """The answer to a request: its choices, and a queue of what the scheduler's thread makes of them.
 
     given: what it continues; begun: the end of that, where it is the beginning of a message; text: the choices begin
-    with it; reads_calls: of tools, in whole answers; likeliest: how
-    many tokens are listed at each place; lists_logprobs: of each token.
+    with it; reads_calls: of tools, in whole answers; lists_logprobs: of each sampled token; likeliest: how many tokens
+    are listed at each place.
     """
 
     def __init__(self, body: Body, dialect: Dialect, *, is_chat: bool) -> None:
@@ -103,9 +106,12 @@ class LiveAnswer:
         self.text = ""
         self.begun = ""
         self.reads_calls = False
-        asks_for_logprobs = body.logprobs is not None and body.logprobs is not False  # 0: of the sampled tokens alone
-        self.lists_logprobs = bool(body.logprobs) if is_chat else asks_for_logprobs
-        self.likeliest = int((body.logprobs and body.top_logprobs if is_chat else body.logprobs) or 0)
+        if is_chat:
+            self.lists_logprobs = bool(body.logprobs)
+            self.likeliest = (body.top_logprobs or 0) if self.lists_logprobs else 0
+        else:
+            self.lists_logprobs = body.logprobs is not None and body.logprobs is not False
+            self.likeliest = int(body.logprobs or 0)
         self.choices = list[Choice]()
         self.loop = asyncio.get_running_loop()
         self.events = asyncio.Queue[tuple[int, Event] | None]()  # None: no client
@@ -119,7 +125,7 @@ class LiveAnswer:
     @property
     def limit_field(self) -> str:
         """Return the field of the request that `limit` is set by."""
-        return next((name for name in LIMITS if self.dialect.asked.get(name)), LIMITS[-1])
+        return self.dialect.name_of("max_completion_tokens" if self.body.max_completion_tokens else "max_tokens")
 
     @property
     def echoes(self) -> bool:

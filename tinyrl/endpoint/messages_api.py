@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from tinyrl.endpoint.dialect import (
     JSON,
+    BadField,
     Dialect,
     EndedChoice,
     ListedToken,
@@ -30,8 +31,14 @@ OWN = {  # translated here
     "cache_control", "messages", "output_config", "stop_sequences", "system", "tool_choice", "tools",
 }  # fmt: skip
 THOUGHTS = ("thinking", "redacted_thinking")
-KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-KINDS |= {429: "rate_limit_error", 500: "api_error"}
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+}
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": "auto", "none": "none", "any": "required"}
 
@@ -43,6 +50,7 @@ class Messages(Dialect):
     foreign = frozenset(
         {"echo", "logprobs", "max_completion_tokens", "prompt", "return_token_ids", "stop", "top_logprobs"}
     )
+    names: ClassVar[dict[str, str]] = {"stop": "stop_sequences"}
 
     def __init__(self, asked: JSON) -> None:
         super().__init__(asked)
@@ -156,14 +164,19 @@ def _blocks(ended: EndedChoice) -> list[JSON]:
 def _messages(system: Any, given: Any) -> list[JSON]:
     """Return chat messages: results of tools are messages of their own, in their places."""
     messages = list[JSON]()
+    parts = system if isinstance(system, list) else [{"type": "text", "text": "" if system is None else system}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise BadField("system", f"must be text or blocks of text, not {truncate(repr(part), 60)}")
     if system:
         messages.append({"role": "system", "content": system})
     if not isinstance(given, list) or not given:
-        raise Refused(400, f"messages must be a list of messages, not {given!r:.60}")
+        raise BadField("messages", f"must be a list of messages, not {truncate(repr(given), 60)}")
     for message in given:
         role = message.get("role") if isinstance(message, dict) else None
         if role not in ("user", "assistant", "system"):
-            raise Refused(400, f"messages has one of another role than user and assistant: {message!r:.80}")
+            shown = truncate(repr(message), 80)
+            raise BadField("messages", f"has one of another role than user, assistant and system: {shown}")
         content = message.get("content")
         if not isinstance(content, list):
             messages.append({"role": role, "content": content})
@@ -178,7 +191,7 @@ def _kind(block: Any, *, known: tuple[str, ...]) -> str:
     """Return the type of a block. Raises Refused for one that is not known."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in known:
-        raise Refused(400, f"messages has a block of the type {kind!r:.40}; read are {', '.join(known)}")
+        raise BadField("messages", f"has a block of the type {truncate(repr(kind), 40)}; read are {', '.join(known)}")
     return kind
 
 
@@ -218,7 +231,7 @@ def _shown(block: Any) -> Any:
         return block
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
-        raise Refused(400, f"messages has an image whose source is {truncate(repr(source), 60)}; read is base64")
+        raise BadField("messages", f"has an image whose source is {truncate(repr(source), 60)}; read is base64")
     is_address = source["type"] == "url"
     url = source.get("url") if is_address else f"data:{source.get('media_type')};base64,{source.get('data')}"
     return {"type": "image_url", "image_url": {"url": url}}

@@ -1,7 +1,8 @@
 """Tools of a request, by one rule for chats, Responses and Messages.
 
 Functions are the client's, which runs them. So are those within a `namespace` (Codex groups its own): the model calls
-one as NAMESPACE.NAME. What only a provider can run, or has the schema of, is left out of the prompt and cannot be
+one as NAMESPACE.NAME, and reads what the namespace is for in front of what the function does, since chat templates
+have functions alone. What only a provider can run, or has the schema of, is left out of the prompt and cannot be
 called: `web_search`, `local_shell`, `mcp`, `custom` of OpenAI's (a grammar), `bash_20250124`.
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyrl.endpoint.dialect import JSON, Refused
+from tinyrl.endpoint.dialect import JSON, BadField
 from tinyrl.text import truncate
 
 NAMESPACE = "namespace"
@@ -44,24 +45,46 @@ def flat_tools(tools: Any, function_of: Callable[[JSON], JSON | None]) -> Any:
             continue
         function = function_of(tool) if isinstance(tool, dict) else None
         if function is None and not isinstance(kind, str):
-            raise Refused(400, f"tools are objects with a `type`, not {truncate(repr(tool), 60)}")
+            raise BadField("tools", f"are objects with a `type`, not {truncate(repr(tool), 60)}")
         if function is None and isinstance(tool.get("function"), dict):  # which nothing but a function has
-            raise Refused(400, f"tools has a `function` of the type {truncate(repr(kind), 60)}; its type is `function`")
+            raise BadField("tools", f"has a `function` of the type {truncate(repr(kind), 60)}; its type is `function`")
+        if function is not None and function.get("type") == "function":
+            _check_function(function.get("function"))
         flat.append(function or tool)
     return flat
 
 
+def _check_function(function: Any) -> None:
+    """Raise Refused for a function without a name, or whose name, description or parameters are of another type."""
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or not name:
+        raise BadField("tools", f"has a function without a `name`: {truncate(repr(function), 60)}")
+    if not isinstance(function.get("description"), str | None):
+        raise BadField("tools", f"has a function {truncate(name)} whose `description` is not text")
+    if not isinstance(function.get("parameters"), dict | None):
+        raise BadField("tools", f"has a function {truncate(name)} whose parameters are not an object (a JSON schema)")
+
+
 def _functions_within(tool: JSON, function_of: Callable[[JSON], JSON | None]) -> list[JSON]:
-    """Return the functions of a namespace by their shown names, and what else is in it."""
+    """Return the functions of a namespace by their shown names, with its description before theirs, and what else is
+    in it.
+    """
     namespace = tool.get("name")
-    if not isinstance(namespace, str) or not isinstance(tool.get("tools"), list):
-        raise Refused(400, f"tools has a namespace without `name` or `tools`: {truncate(repr(tool), 60)}")
+    about = tool.get("description")
+    tools = tool.get("tools")
+    if not isinstance(namespace, str) or not isinstance(tools, list):
+        raise BadField("tools", f"has a namespace without `name` or `tools`: {truncate(repr(tool), 60)}")
+    if not isinstance(about, str | None):
+        raise BadField("tools", f"has a namespace {truncate(namespace)} whose `description` is not text")
+    if any(isinstance(inner, dict) and inner.get("type") == NAMESPACE for inner in tools):
+        raise BadField("tools", f"has a namespace within the namespace {truncate(namespace)}")
     found = list[JSON]()
-    for inner in flat_tools(tool["tools"], function_of):
+    for inner in flat_tools(tools, function_of):
         shown = NamespacedName(namespace, name_of(inner)).shown
         function = inner.get("function")
         if isinstance(function, dict):
-            found.append({**inner, "function": {**function, "name": shown}})
+            texts = [text for text in (about, function.get("description")) if text]
+            found.append({**inner, "function": {**function, "name": shown, "description": "\n\n".join(texts) or None}})
         else:
             found.append({**inner, "name": shown})
     return found

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from tinyrl.endpoint.dialect import (
     JSON,
+    BadField,
     Dialect,
     EndedChoice,
     ListedToken,
@@ -29,8 +30,7 @@ from tinyrl.endpoint.request_tools import NamespacedName, flat_tools, namespaced
 from tinyrl.text import truncate
 
 OWN = {  # fields that are translated here; the others mean what they mean in chat completions
-    "include", "input", "instructions", "max_output_tokens", "prompt", "reasoning", "stream_options", "text",
-    "tool_choice", "tools",
+    "include", "input", "instructions", "max_output_tokens", "prompt", "reasoning", "text", "tool_choice", "tools",
 }  # fmt: skip
 WITH_LOGPROBS = "message.output_text.logprobs"
 Items = list[Any]
@@ -46,6 +46,13 @@ class Responses(Dialect):
             "return_token_ids",
         }
     )  # fmt: skip
+    names: ClassVar[dict[str, str]] = {
+        "logprobs": "include",
+        "max_completion_tokens": "max_output_tokens",
+        "messages": "input",
+        "response_format": "text.format",
+        "verbosity": "text.verbosity",
+    }
 
     def __init__(self, asked: JSON) -> None:
         super().__init__(asked)
@@ -61,7 +68,7 @@ class Responses(Dialect):
         refuse_state(asked)
         refuse_several(asked)
         if asked.get("prompt") is not None:
-            raise Refused(400, "prompt is not supported: none is stored here; send instructions and input")
+            raise BadField("prompt", "not supported, as none is stored here; send instructions and input")
         text = _object(asked, "text")
         _object(asked, "reasoning")  # how hard to think, which nothing here does by degrees
         include = _included(asked.get("include"))
@@ -169,7 +176,9 @@ class Responses(Dialect):
         """Return the whole response; one under way has no output and no usage."""
         asked = self.asked
         is_cut = ended is not None and ended.reason == "length"
-        status = "in_progress" if ended is None else "incomplete" if is_cut else "completed"
+        status = "in_progress"
+        if ended is not None:
+            status = "incomplete" if is_cut else "completed"
         return {
             "id": self.id,
             "object": "response",
@@ -213,9 +222,11 @@ def _text_part(text: str, logprobs: list[ListedToken]) -> JSON:
 
 
 def _object(asked: JSON, name: str) -> JSON:
-    value = asked.get(name) or {}
+    value = asked.get(name)
+    if value is None:
+        return {}
     if not isinstance(value, dict):
-        raise Refused(400, f"{name} must be an object, not {value!r:.60}")
+        raise BadField(name, f"must be an object, not {truncate(repr(value), 60)}")
     return value
 
 
@@ -223,7 +234,7 @@ def _included(include: Any) -> list[str]:
     """Return what an answer is to have besides; all but log-probabilities are parts that no answer here has."""
     is_list = isinstance(include, list) and all(isinstance(one, str) for one in include)
     if include is not None and not is_list:
-        raise Refused(400, f"include must be a list of texts, not {truncate(repr(include), 60)}")
+        raise BadField("include", f"must be a list of texts, not {truncate(repr(include), 60)}")
     return include or []
 
 
@@ -232,15 +243,17 @@ def _messages(instructions: Any, given: Any) -> Items:
     Thoughts are another model's, since answers here have none apart from their text.
     """
     messages = Items()
+    if not isinstance(instructions, str | None):
+        raise BadField("instructions", f"must be text, not {truncate(repr(instructions), 60)}")
     if instructions:
         messages.append({"role": "system", "content": instructions})
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list):
-        raise Refused(400, f"input must be text or a list of items, not {given!r:.60}")
+        raise BadField("input", f"must be text or a list of items, not {truncate(repr(given), 60)}")
     for item in given:
         if not isinstance(item, dict):
-            raise Refused(400, f"input has an item that is not an object: {item!r:.60}")
+            raise BadField("input", f"has an item that is not an object: {truncate(repr(item), 60)}")
         kind = item.get("type") or "message"
         if kind == "message":
             role = "system" if item.get("role") == "developer" else item.get("role")
@@ -257,9 +270,9 @@ def _messages(instructions: Any, given: Any) -> Items:
                 messages.append({"role": "assistant", "content": None})
             messages[-1].setdefault("tool_calls", []).append(call)
         elif kind != "reasoning":
-            raise Refused(
-                400,
-                f"input has an item of the type {kind!r:.40}; read are message, function_call, function_call_output",
+            shown = truncate(repr(kind), 40)
+            raise BadField(
+                "input", f"has an item of the type {shown}; read are message, function_call, function_call_output"
             )
     return messages
 

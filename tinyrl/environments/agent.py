@@ -83,5 +83,7 @@ class Agents(Environment):
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-        failures = [RowFailure(place, each.reason) for place, one in enumerate(played) for each in one.failures]
+        failures = list[RowFailure]()
+        for place, results in enumerate(played):
+            failures += [RowFailure(place, each.reason) for each in results.failures]
         return RowResults([one.values[0] for one in played], failures)

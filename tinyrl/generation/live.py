@@ -66,7 +66,12 @@ class LiveScheduler:
         """Free the copies of weights, so that the next round copies them as they then are. Requests that still wait end
         with an error.
         """
-        self.run(lambda: (self._turn_away("the episode is over"), self.engine.forget()))
+
+        def forget() -> None:
+            self._turn_away("the episode is over")
+            self.engine.forget()
+
+        self.run(forget)
 
     def close(self) -> None:
         """End the thread; requests that wait or are being sampled end with an error."""
@@ -90,7 +95,8 @@ class LiveScheduler:
                 self._changed.wait_for(lambda: self._closed or self._jobs or self._waiting)
                 if self._closed and not self._jobs:
                     return
-                job, first = (self._jobs.popleft(), None) if self._jobs else (None, self._waiting.popleft())
+                job = self._jobs.popleft() if self._jobs else None
+                first = self._waiting.popleft() if job is None else None
             if job is not None:
                 function, result = job
                 try:

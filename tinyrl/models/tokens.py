@@ -324,6 +324,16 @@ def template_text(
     return template_texts(tokenizer, [messages], variables=variables, **options)[0]
 
 
+def unknown_variable(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> str | None:
+    """Say which of some variables the chat template does not mention, so that it would have no effect; None: none."""
+    for name in variables:
+        known = {*re.findall(r"\b[^\W\d]\w*", tokenizer.get_chat_template())}
+        if name not in known:
+            meant = did_you_mean(name, sorted(known))
+            return f"the model's template has no variable `{truncate(name)}`.{meant}"
+    return None
+
+
 def template_texts(
     tokenizer: PreTrainedTokenizerBase,
     conversations: list[list[dict[str, Any]]],
@@ -336,13 +346,9 @@ def template_texts(
         return []
     template = tokenizer.chat_template
     roles = ", ".join(message["role"] for message in conversations[0][:8])
-    for name in variables:  # one that is not mentioned would have no effect
-        known = {*re.findall(r"\b[^\W\d]\w*", tokenizer.get_chat_template())}
-        if name not in known:
-            meant = did_you_mean(name, sorted(known))
-            raise ValueError(
-                f"task.chat_template_kwargs: the model's template has no variable `{truncate(name)}`.{meant}"
-            )
+    problem = unknown_variable(tokenizer, variables)
+    if problem is not None:
+        raise ValueError(f"task.chat_template_kwargs: {problem}")
     if DATE in variables:
         options["chat_template"] = _clock(variables[DATE]) + tokenizer.get_chat_template(tools=variables.get("tools"))
         variables = {name: value for name, value in variables.items() if name != DATE}

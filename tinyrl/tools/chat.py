@@ -6,7 +6,9 @@ training. Text of a model or a tool is made safe to show, piece by piece.
 
 from __future__ import annotations
 
+import importlib
 import math
+import shlex
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -47,6 +49,7 @@ HELP = """/temperature T   set the sampling temperature (0 = greedy)
 /reset           clear the conversation
 /help, /quit
 """
+ALONE = ("/help", "/quit", "/reset", "/reward")  # commands that nothing follows
 ENDS = {"length": "\n(cut off: no more tokens)", "turns": "\n(no more turns)"}  # by finish reason
 NO_IMAGES = (
     "this model reads no images; a run that was trained on images does, and a model with a vision tower and a chat "
@@ -272,6 +275,8 @@ class ChatSession:
 
 def converse(session: ChatSession) -> None:
     """Answer lines until the input ends; words that begin with / are commands. Ctrl-C ends an answer."""
+    with suppress(ImportError):  # where there is one, `input` edits lines by it, and knows those before
+        importlib.import_module("readline")
     kind = "conversation" if session.chats else "no chat template: each line is a prompt of its own"
     print(f"{escape_control(session.target.name)} ({kind}); /help lists commands")
     with suppress(EOFError, KeyboardInterrupt):
@@ -295,6 +300,16 @@ def _typed(kind: Callable[[str], Number], text: str, *, usage: str) -> Number:
         raise ValueError(f"type {usage}") from None
 
 
+def _unquoted(path: str) -> str:
+    """Return a path without a shell's quotes or backslashes, with which terminals type a file that is dropped on them;
+    one with spaces and without these stays as it is.
+    """
+    with suppress(ValueError):  # a quote that is not closed is the name's own
+        words = shlex.split(path)
+        return words[0] if len(words) == 1 else path
+    return path
+
+
 def _obey(session: ChatSession, line: str) -> None:
     """Answer a line, or do what a command says. Raises ValueError for what cannot be done."""
 
@@ -303,12 +318,14 @@ def _obey(session: ChatSession, line: str) -> None:
         print(text, end="", flush=True)
 
     command, _, rest = line.partition(" ")
+    if rest and command in ALONE:
+        raise ValueError(f"type {command} alone")
     if command == "/temperature":
         session.set_temperature(_typed(float, rest, usage="/temperature T, a number such as 0.7; 0 is greedy"))
     elif command == "/image":
         if not rest.strip():
             raise ValueError("type /image FILE")
-        session.show_image(rest.strip())
+        session.show_image(_unquoted(rest.strip()))
         print(f"{len(session.images)} in the next message")
     elif command == "/reset":
         session.reset()

@@ -13,7 +13,8 @@ from types import FrameType
 
 import uvicorn
 
-from tinyrl.endpoint.endpoint import LOCAL, Endpoint, server_config
+from tinyrl.endpoint.endpoint import Endpoint
+from tinyrl.endpoint.server import LOCAL, server_config
 from tinyrl.evaluation.targets import Target
 from tinyrl.generation.engines import select_engine
 from tinyrl.generation.live import LiveScheduler
