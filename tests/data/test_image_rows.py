@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
+from tests.images import BLUE, RED, cut_jpeg, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.data.image_rows import placed_prompt, unshown_columns, with_images, with_parts, written_place
@@ -172,6 +172,13 @@ def test_a_bad_image_is_refused_with_the_place_of_its_row(files: ImageFiles) -> 
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*gone\.png"):
         placed_rows(str(data))
     assert len(placed_rows(str(data), most=1)) == 1
+
+
+def test_a_jpeg_that_was_cut_off_is_refused_with_the_place_of_its_row(files: ImageFiles) -> None:
+    (files.base / "cut.jpg").write_bytes(cut_jpeg())
+    rows = [{"prompt": "a", "image": "red.png"}, {"prompt": "a", "image": "cut.jpg"}]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*cut\.jpg.*truncated"):
+        placed_rows(str(write_rows(files.base / "rows.jsonl", rows)))
 
 
 def test_a_csv_has_paths(files: ImageFiles) -> None:

@@ -13,7 +13,7 @@ import pytest
 from PIL.Image import Transpose, fromarray
 from PIL.Image import new as new_image
 
-from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
+from tests.images import BLUE, RED, cut_jpeg, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tinyrl.data import image_files, images
 from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
@@ -89,11 +89,11 @@ def test_equal_files_are_one_image_wherever_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "named"), [
-    (b"not an image", "not an image"), (png()[:40], "not an image"), (png()[:-20] + b"x" * 20, "not an image"),
+    (b"not an image", "no format"), (png()[:40], ""), (png()[:-20] + b"x" * 20, ""), (cut_jpeg(), "truncated"),
 ])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"a\.png is {named}"):
+    with pytest.raises(ValueError, match=rf"a\.png cannot be read: .*{named}"):
         ImageFiles(tmp_path).image_of("a.png")
 
 
@@ -132,7 +132,7 @@ def test_a_file_of_too_many_bytes_is_refused_without_reading_it(tmp_path: Path) 
     ("gone.png", r"no image file /\S*gone\.png"), ("x" * 5000, "no image file"), ("a\0b", "no image file"),
     ({"path": None}, "an image is"), (3, "not a int"), ([png()], "not a list"),
     ("data:video/mp4;base64,AA==", "data:video"), ("data:image/png;base64,?", "not base64"), (".", "cannot be read"),
-    ("http://pictures.example/a.png", r"task\.fetch_images"), (b"nothing", "not an image"),
+    ("http://pictures.example/a.png", r"task\.fetch_images"), (b"nothing", "cannot be read"),
 ])  # fmt: skip
 def test_what_is_no_image_is_refused(tmp_path: Path, image_cache: Path, value: Any, named: str) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=named):
