@@ -152,9 +152,9 @@ SOURCE = {"type": "base64", "media_type": "image/jpeg", "data": CUT.partition(",
 
 
 @pytest.mark.parametrize(("path", "asked", "place"), [
-    ("chat/completions", {"messages": [WHOLE, {"role": "assistant", "content": "red"},
-                                       {"role": "user", "content": [{"type": "text", "text": "and?"}, image_part(CUT)]}]},
-     "messages[2].content[1]"),
+    ("chat/completions", {"messages": [WHOLE, {"role": "user", "content": [{"type": "text", "text": "and?"},
+                                                                           image_part(CUT)]}]},
+     "messages[1].content[1]"),
     ("messages", {"system": "look", "messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
      "messages[0].content[0]"),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": CUT}]}],

@@ -132,7 +132,7 @@ def orientation(picture: Picture) -> int:
 
 
 def opened(image: Image, what: str | None = None) -> Picture:
-    """Decode an image: upright, the first frame, in RGB. Raises ValueError, which names it by `what` (None: its file)."""
+    """Decode an image: upright, the first frame, in RGB. Raises ValueError, naming it (what; None: its file)."""
     from PIL import ImageOps
 
     with decoding(what or image.named), open_picture(image.path) as picture:

@@ -42,8 +42,8 @@ class ImageShelf:
         return len(self._sizes)
 
     def hold(self, content: bytes, what: str = "the image") -> Image:
-        """Write an image, unless it is here, and keep it until it is released. what: its name in errors. Raises ValueError
-        for what is no image, and Refused where requests under way have too many bytes of images.
+        """Write an image, unless it is here, and keep it until it is released. what: its name in errors. Raises
+        ValueError for what is no image, and Refused where requests under way have too many bytes of images.
         """
         with self._lock:
             held = sum(self._sizes[image] for image in self._held)
@@ -88,8 +88,8 @@ class RequestImages:
     found: list[Image] = field(default_factory=list)
 
     def image_of(self, value: Any) -> Image:
-        """Return the image of a part of a message. Raises ValueError for anything but a data URL of an image, for too many
-        images or pixels, and for one that cannot be decoded or that the model's processor refuses.
+        """Return the image of a part of a message. Raises ValueError for anything but a data URL of an image, for too
+        many images or pixels, and for one that cannot be decoded or that the model's processor refuses.
         """
         what = "the image"
         if len(self.found) < len(self.places):

@@ -76,8 +76,8 @@ class ImageExpander:
         self._processing = threading.Lock()  # a processor changes its tokenizer at every call
 
     def process(self, image: Image, what: str | None = None) -> Processed:
-        """Run the processor on an image. Raises ValueError where it cannot be read, or the processor refuses it, as Qwen's
-        does one that is 200 times as wide as high. what: its name in errors (None: its file).
+        """Run the processor on an image. what: its name in errors (None: its file). Raises ValueError where it cannot
+        be read, or the processor refuses it, as Qwen's does one that is 200 times as wide as high.
         """
         picture = within(opened(image, what), self.max_pixels)
         try:

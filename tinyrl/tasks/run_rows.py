@@ -16,7 +16,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.criteria import criteria_in
 from tinyrl.data.formats import COMPLETION, KNOWN_COLUMNS, with_prompt
-from tinyrl.data.image_rows import unshown_columns, written_place
+from tinyrl.data.image_rows import markdown_image, unshown_columns, written_place
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.kinds import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, refuse_media
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
@@ -75,6 +75,15 @@ class RunRows:
         places = [place for row in rows if not row.get("images") and (place := written_place(row)) is not None]
         count = f"{len(places):,} of {len(rows):,} rows"
         return [f"{count} have a place of an image in a prompt ({truncate(places[0])}), and no image"] if places else []
+
+    def markdown_images(self) -> list[str]:
+        """Return a sentence on rows whose prompts show an image file in Markdown."""
+        if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
+            return []
+        rows = self._all()
+        names = [name for row in rows if (name := markdown_image(row)) is not None]
+        count = f"{len(names):,} of {len(rows):,} rows"
+        return [f"{count} have an image in Markdown in a prompt, ![]({truncate(names[0])})"] if names else []
 
     def unshown_columns(self) -> list[str]:
         """Return a sentence on each column of images that no prompt shows, where no row has other images."""
