@@ -168,9 +168,18 @@ def test_a_file_that_changed_is_read_anew_and_refused_where_its_hash_was_noted(t
 def address() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path.startswith("/a.png") else 404)
+            redirected = {"/moved.png": "/a.png", "/round.png": "/round.png", "/local.png": "file:///etc/hostname"}
+            if self.path in redirected:
+                self.send_response(302)
+                self.send_header("Location", redirected[self.path])
+                self.end_headers()
+                return
+            is_there = self.path.startswith(("/a.png", "/page.png", "/short.png"))
+            self.send_response(200 if is_there else 404)
+            if self.path == "/short.png":
+                self.send_header("Content-Length", "1000")
             self.end_headers()
-            self.wfile.write(png())
+            self.wfile.write(b"<html>sign in</html>" if self.path == "/page.png" else png())
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -194,6 +203,25 @@ def test_an_address_is_fetched_once(image_cache: Path, address: str, monkeypatch
         files.image_of(f"{address}/a.png?x")
     with pytest.raises(ValueError, match=r"b\.png.*not fetched.*404"):
         files.image_of(f"{address}/b.png")
+
+
+def test_a_redirect_is_followed(image_cache: Path, address: str) -> None:  # noqa: F811
+    files = ImageFiles(Path("/"), fetch=True)
+    assert files.image_of(f"{address}/moved.png").sha256 == files.image_of(f"{address}/a.png").sha256
+
+
+@pytest.mark.parametrize(("name", "named"), [
+    ("page", "no format"), ("short", "not fetched"), ("round", "not fetched"), ("local", "not fetched.*file"),
+])  # fmt: skip
+def test_what_is_no_image_at_an_address_is_refused_by_it(
+    image_cache: Path,  # noqa: F811
+    address: str,
+    name: str,
+    named: str,
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\.png: .*{named}"):
+        ImageFiles(Path("/"), fetch=True).image_of(f"{address}/{name}.png")
+    assert not image_cache.exists()
 
 
 # ---- decoding ----
