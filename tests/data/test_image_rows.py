@@ -106,7 +106,7 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
 
 @pytest.mark.parametrize(("row", "named"), [
     ({"prompt": [user([PART, PART])], "images": ["red.png"]}, "more places"),
-    ({"prompt": [user([PART])]}, "more places"),
+    ({"prompt": [user([PART])]}, "names none"),
     ({"prompt": [user([PART])], "images": ["red.png", "blue.png"]}, "2 images.* 1 of"),
     ({"prompt": "<image>", "images": ["red.png", "blue.png"]}, "2 images.* 1 of"),
     ({"prompt": "<image><image>", "image": "red.png"}, "more places"),

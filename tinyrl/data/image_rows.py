@@ -58,6 +58,8 @@ class ImagePlaces:
 
     def take(self) -> Image:
         """Return the next image of the row. Raises ValueError where none is left."""
+        if not self.given:
+            raise ValueError("a part of a message is an image and names none, and none is given beside the messages")
         if self.taken == len(self.given):
             raise ValueError(f"the messages have more places of images than the row has images ({len(self.given)})")
         self.taken += 1
