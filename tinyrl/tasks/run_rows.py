@@ -76,14 +76,21 @@ class RunRows:
         count = f"{len(places):,} of {len(rows):,} rows"
         return [f"{count} have a place of an image in a prompt ({truncate(places[0])}), and no image"] if places else []
 
-    def markdown_images(self) -> list[str]:
-        """Return a sentence on rows whose prompts show an image file in Markdown."""
+    def images_as_text(self) -> list[str]:
+        """Return sentences on prompts in which an image in Markdown, or <image> beside images in parts, is text."""
         if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
             return []
         rows = self._all()
         names = [name for row in rows if (name := markdown_image(row)) is not None]
-        count = f"{len(names):,} of {len(rows):,} rows"
-        return [f"{count} have an image in Markdown in a prompt, ![]({truncate(names[0])})"] if names else []
+        tags = [tag for row in rows if row.get("images") and (tag := written_place(row)) is not None]
+        found = list[str]()
+        if names:
+            what = f"have an image in Markdown in a prompt, ![]({truncate(names[0])})"
+            found.append(f"{len(names):,} of {len(rows):,} rows {what}: the model reads it as text")
+        if tags:
+            what = f"have {tags[0]} in a text beside images with parts of their own"
+            found.append(f"{len(tags):,} of {len(rows):,} rows {what}: the model reads it as text")
+        return found
 
     def unshown_columns(self) -> list[str]:
         """Return a sentence on each column of images that no prompt shows, where no row has other images."""
