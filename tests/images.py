@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import numpy
 import pytest
 from PIL.Image import Image as Picture
+from PIL.Image import fromarray
 from PIL.Image import new as new_image
 
 RED, BLUE = (255, 0, 0), (0, 0, 255)
@@ -26,6 +28,14 @@ def image_file(path: Path, color: tuple[int, int, int] = RED, size: tuple[int, i
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(png(color, size))
     return path
+
+
+def cut_jpeg(size: tuple[int, int] = (64, 64)) -> bytes:
+    """Return the beginning of a JPEG of random pixels."""
+    values = numpy.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=numpy.uint8)
+    file = io.BytesIO()
+    fromarray(values).save(file, format="JPEG")
+    return file.getvalue()[: file.tell() * 3 // 4]
 
 
 @pytest.fixture

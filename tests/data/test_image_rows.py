@@ -7,10 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
+from tests.images import BLUE, RED, cut_jpeg, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tests.training.rows import write_rows
 from tinyrl.data.image_files import ImageFiles
-from tinyrl.data.image_rows import placed_prompt, unshown_columns, with_images, with_parts, written_place
+from tinyrl.data.image_rows import (
+    markdown_image,
+    placed_prompt,
+    unshown_columns,
+    with_images,
+    with_parts,
+    written_place,
+)
 from tinyrl.data.images import IMAGE_MARK, images_of
 from tinyrl.data.messages import messages_of, prompt_of
 from tinyrl.data.readers import Row
@@ -20,6 +27,7 @@ M = IMAGE_MARK
 PART = {"type": "image"}
 TEXT = {"type": "text", "text": "what?"}
 DATA_URL = f"data:image/png;base64,{base64.b64encode(png(RED)).decode()}"
+SOURCE = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(png(RED)).decode()}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -63,6 +71,9 @@ def shown(row: Row, files: ImageFiles, column: str = "prompt") -> list[Any]:
     ({"prompt": [user("<image>\nwhat?")], "images": [{"bytes": png(RED), "path": "gone.png"}]},  # verl
      [f"{M}\nwhat?", "red"]),
     ({"prompt": [user([{**PART, "image": "red.png"}])], "images": ["red.png"]}, [M, "red"]),  # said twice
+    ({"prompt": [user([{**PART, "source": SOURCE, "cache_control": {"type": "ephemeral"}}, TEXT])]},  # Anthropic
+     [f"{M}what?", "red"]),
+    ({"prompt": [user([PART, {"type": "text", "text": "a <image>?"}])], "image": "red.png"}, [f"{M}a <image>?", "red"]),
 ])  # fmt: skip
 def test_forms_of_rows_become_one(files: ImageFiles, row: Row, contents: list[str]) -> None:
     assert shown(row, files) == contents
@@ -95,7 +106,7 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
 
 @pytest.mark.parametrize(("row", "named"), [
     ({"prompt": [user([PART, PART])], "images": ["red.png"]}, "more places"),
-    ({"prompt": [user([PART])]}, "more places"),
+    ({"prompt": [user([PART])]}, "names none"),
     ({"prompt": [user([PART])], "images": ["red.png", "blue.png"]}, "2 images.* 1 of"),
     ({"prompt": "<image>", "images": ["red.png", "blue.png"]}, "2 images.* 1 of"),
     ({"prompt": "<image><image>", "image": "red.png"}, "more places"),
@@ -109,6 +120,15 @@ def test_rows_of_text_stay_as_they_are(files: ImageFiles, row: Row) -> None:
     ({"prompt": [user([{**PART, "image": "red.png", "text": "what?"}])]}, "`text`"),
     ({"prompt": [{**user("a"), "images": ["red.png"]}]}, "`images`"),
     ({"prompt": [user([{**PART, "image": "http://pictures.example/a.png"}])]}, r"task\.fetch_images"),
+    ({"prompt": [user([{**PART, "source": {"type": "url", "url": "http://pictures.example/a.png"}}])]},
+     r"task\.fetch_images"),
+    ({"prompt": [user([{**PART, "source": {"type": "file", "file_id": "a"}}])]}, "base64 and url"),
+    ({"prompt": "<|image_pad|>what?", "image": "red.png"}, r"<\|image_pad\|>.*write <image>"),
+    ({"prompt": "<image><|image|>", "image": "red.png"}, r"<\|image\|>"),
+    ({"prompt": [user([PART, {"type": "text", "text": "<IMG_CONTEXT>what?"}])], "image": "red.png"}, "<IMG_CONTEXT>"),
+    ({"messages": [user("<start_of_image>what?"), {"role": "assistant", "content": "red"}], "image": "red.png"},
+     "<start_of_image>"),
+    ({"conversations": [{"from": "human", "value": "<img>a.png</img>what?"}], "image": "red.png"}, "<img>a.png</img>"),
 ])  # fmt: skip
 def test_what_cannot_be_shown_is_refused(files: ImageFiles, row: Row, named: str) -> None:
     with pytest.raises(ValueError, match=named):
@@ -127,6 +147,31 @@ def test_what_cannot_be_shown_is_refused(files: ImageFiles, row: Row, named: str
 ])  # fmt: skip
 def test_what_a_text_of_the_user_has_for_an_image(row: Row, place: str | None) -> None:
     assert written_place(row) == place
+
+
+@pytest.mark.parametrize(("row", "file"), [
+    ({"prompt": "what is ![a dot](dots/7.png)?"}, "dots/7.png"), ({"prompt": [user("![](data:image/png;base64,AA)")]},
+                                                                  "data:image/png;base64,AA"),
+    ({"messages": [user("![](a.txt) ![](http://pictures.example/7.PNG)")]}, "http://pictures.example/7.PNG"),
+    ({"prompt": "wow![1](7.txt)"}, None), ({"prompt": "[a dot](7.png)"}, None),
+    ({"messages": [user("a"), {"role": "assistant", "content": "![](7.png)"}]}, None),
+])  # fmt: skip
+def test_an_image_in_markdown(row: Row, file: str | None) -> None:
+    assert markdown_image(row) == file
+
+
+def test_a_placeholder_in_an_answer_beside_images_stays_text(files: ImageFiles) -> None:
+    row = {"messages": [user("what?"), {"role": "assistant", "content": "<|image_pad|>"}], "image": "red.png"}
+    assert shown(row, files, "messages") == [f"{M}what?", "red", "<|image_pad|>"]
+
+
+def test_a_prompt_of_a_task_with_a_models_own_placeholder_is_refused_beside_images_of_its_row(
+    files: ImageFiles,
+) -> None:
+    row = with_images({"question": "what?", "image": "red.png"}, files)
+    with pytest.raises(ValueError, match=r"<\|image_pad\|>"):
+        placed_prompt("<|image_pad|>what?", row, files)
+    assert placed_prompt("<|image_pad|>what?", {"question": "what?"}, files) == "<|image_pad|>what?"
 
 
 @pytest.mark.parametrize(("row", "columns"), [
@@ -172,6 +217,13 @@ def test_a_bad_image_is_refused_with_the_place_of_its_row(files: ImageFiles) -> 
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*gone\.png"):
         placed_rows(str(data))
     assert len(placed_rows(str(data), most=1)) == 1
+
+
+def test_a_jpeg_that_was_cut_off_is_refused_with_the_place_of_its_row(files: ImageFiles) -> None:
+    (files.base / "cut.jpg").write_bytes(cut_jpeg())
+    rows = [{"prompt": "a", "image": "red.png"}, {"prompt": "a", "image": "cut.jpg"}]
+    with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*cut\.jpg.*truncated"):
+        placed_rows(str(write_rows(files.base / "rows.jsonl", rows)))
 
 
 def test_a_csv_has_paths(files: ImageFiles) -> None:

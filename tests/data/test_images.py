@@ -13,7 +13,7 @@ import pytest
 from PIL.Image import Transpose, fromarray
 from PIL.Image import new as new_image
 
-from tests.images import BLUE, RED, image_cache, image_file, picture, png  # noqa: F401 a fixture
+from tests.images import BLUE, RED, cut_jpeg, image_cache, image_file, picture, png  # noqa: F401 a fixture
 from tinyrl.data import image_files, images
 from tinyrl.data.formats import beginning
 from tinyrl.data.image_files import ImageFiles
@@ -89,11 +89,11 @@ def test_equal_files_are_one_image_wherever_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "named"), [
-    (b"not an image", "not an image"), (png()[:40], "not an image"), (png()[:-20] + b"x" * 20, "not an image"),
+    (b"not an image", "no format"), (png()[:40], ""), (png()[:-20] + b"x" * 20, ""), (cut_jpeg(), "truncated"),
 ])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"a\.png is {named}"):
+    with pytest.raises(ValueError, match=rf"a\.png cannot be read: .*{named}"):
         ImageFiles(tmp_path).image_of("a.png")
 
 
@@ -132,7 +132,7 @@ def test_a_file_of_too_many_bytes_is_refused_without_reading_it(tmp_path: Path) 
     ("gone.png", r"no image file /\S*gone\.png"), ("x" * 5000, "no image file"), ("a\0b", "no image file"),
     ({"path": None}, "an image is"), (3, "not a int"), ([png()], "not a list"),
     ("data:video/mp4;base64,AA==", "data:video"), ("data:image/png;base64,?", "not base64"), (".", "cannot be read"),
-    ("http://pictures.example/a.png", r"task\.fetch_images"), (b"nothing", "not an image"),
+    ("http://pictures.example/a.png", r"task\.fetch_images"), (b"nothing", "cannot be read"),
 ])  # fmt: skip
 def test_what_is_no_image_is_refused(tmp_path: Path, image_cache: Path, value: Any, named: str) -> None:  # noqa: F811
     with pytest.raises(ValueError, match=named):
@@ -168,9 +168,18 @@ def test_a_file_that_changed_is_read_anew_and_refused_where_its_hash_was_noted(t
 def address() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path.startswith("/a.png") else 404)
+            redirected = {"/moved.png": "/a.png", "/round.png": "/round.png", "/local.png": "file:///etc/hostname"}
+            if self.path in redirected:
+                self.send_response(302)
+                self.send_header("Location", redirected[self.path])
+                self.end_headers()
+                return
+            is_there = self.path.startswith(("/a.png", "/page.png", "/short.png"))
+            self.send_response(200 if is_there else 404)
+            if self.path == "/short.png":
+                self.send_header("Content-Length", "1000")
             self.end_headers()
-            self.wfile.write(png())
+            self.wfile.write(b"<html>sign in</html>" if self.path == "/page.png" else png())
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -194,6 +203,25 @@ def test_an_address_is_fetched_once(image_cache: Path, address: str, monkeypatch
         files.image_of(f"{address}/a.png?x")
     with pytest.raises(ValueError, match=r"b\.png.*not fetched.*404"):
         files.image_of(f"{address}/b.png")
+
+
+def test_a_redirect_is_followed(image_cache: Path, address: str) -> None:  # noqa: F811
+    files = ImageFiles(Path("/"), fetch=True)
+    assert files.image_of(f"{address}/moved.png").sha256 == files.image_of(f"{address}/a.png").sha256
+
+
+@pytest.mark.parametrize(("name", "named"), [
+    ("page", "no format"), ("short", "not fetched"), ("round", "not fetched"), ("local", "not fetched.*file"),
+])  # fmt: skip
+def test_what_is_no_image_at_an_address_is_refused_by_it(
+    image_cache: Path,  # noqa: F811
+    address: str,
+    name: str,
+    named: str,
+) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\.png: .*{named}"):
+        ImageFiles(Path("/"), fetch=True).image_of(f"{address}/{name}.png")
+    assert not image_cache.exists()
 
 
 # ---- decoding ----

@@ -12,13 +12,13 @@ import openai
 import pytest
 
 from tests.endpoint.test_endpoint import post
-from tests.images import BLUE, RED, image_file, png
+from tests.images import BLUE, RED, cut_jpeg, image_file, png
 from tests.tiny_vision import tiny_vision
 from tinyrl.data.image_files import ImageFiles
 from tinyrl.endpoint import request_images
 from tinyrl.endpoint.dialect import Refused
 from tinyrl.endpoint.endpoint import Endpoint
-from tinyrl.endpoint.request_images import ImageShelf, RequestImages
+from tinyrl.endpoint.request_images import ImageShelf, RequestImages, image_places
 from tinyrl.endpoint.server import Listening
 from tinyrl.evaluation.targets import policy_at
 from tinyrl.generation.scoring import logprobs_of_text
@@ -144,6 +144,44 @@ def test_a_file_in_the_form_of_rows_is_not_read(listening: Listening, tmp_path: 
 
 def test_ids_of_images_among_tokens_are_refused(listening: Listening) -> None:
     assert "tokens" in refused(listening, "completions", prompt=[5, 1 << 62])
+
+
+CUT = f"data:image/jpeg;base64,{base64.b64encode(cut_jpeg()).decode()}"
+WHOLE = {"role": "user", "content": [image_part(url(RED)), {"type": "text", "text": "what?"}]}
+SOURCE = {"type": "base64", "media_type": "image/jpeg", "data": CUT.partition(",")[2]}
+
+
+@pytest.mark.parametrize(("path", "asked", "place"), [
+    ("chat/completions", {"messages": [WHOLE, {"role": "user", "content": [{"type": "text", "text": "and?"},
+                                                                           image_part(CUT)]}]},
+     "messages[1].content[1]"),
+    ("messages", {"system": "look", "messages": [{"role": "user", "content": [{"type": "image", "source": SOURCE}]}]},
+     "messages[0].content[0]"),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": CUT}]}],
+                   "max_tokens": None}, "input[0].content[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [image_part("data:image/png;base64,AAAA")]}]},
+     "messages[0].content[0]"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [image_part("data:image/png;base64,?")]}]},
+     "messages[0].content[0]"),
+])  # fmt: skip
+def test_an_image_that_cannot_be_read_is_named_by_its_part(
+    path: str, asked: dict[str, Any], place: str, listening: Listening
+) -> None:
+    """And by no file of the server's."""
+    error = refused(listening, path, **asked)
+    assert f"the image at {place} " in error
+    assert "tinyrl-images" not in error
+
+
+def test_places_of_images_are_those_of_parts_and_of_results() -> None:
+    image = {"type": "image", "source": {}}
+    result = {"type": "tool_result", "content": [{"type": "text", "text": "a"}, image]}
+    call = {"type": "tool_use", "input": {"content": [image]}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [result, image]}]  # fmt: skip
+    assert image_places({"messages": messages}) == ["messages[2].content[0].content[1]", "messages[2].content[1]"]
+    output = {"type": "function_call_output", "output": [{"type": "input_image"}]}
+    assert image_places({"input": [output], "messages": None}) == ["input[0].output[0]"]
 
 
 @pytest.mark.parametrize(("name", "most"), [("MOST_IMAGES", 1), ("MOST_PIXELS", 2000)])

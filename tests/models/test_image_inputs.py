@@ -368,3 +368,11 @@ def test_a_picture_that_a_processor_refuses_is_named(tmp_path: Path) -> None:
     expander = vision_of("qwen2_5_vl", tmp_path).images.expander
     with pytest.raises(ValueError, match=r"line\.png \(300 x 1 pixels\)"):
         expander.expansion(picture(tmp_path, "line.png", (300, 1), 0))
+    assert not expander.images
+
+
+def test_a_picture_of_a_request_that_a_processor_refuses_is_named_by_its_part(tmp_path: Path) -> None:
+    expander = vision_of("qwen2_5_vl", tmp_path).images.expander
+    with pytest.raises(ValueError, match=r"^the image at messages\[0\]\.content\[1\] \(300 x 1 pixels\)") as refused:
+        expander.expansion(picture(tmp_path, "line.png", (300, 1), 0), "the image at messages[0].content[1]")
+    assert str(tmp_path) not in str(refused.value)

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -14,12 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, MllamaConfig
 
+from tests.images import image_file
 from tests.models.building import lora, stir
 from tests.policies import policy_of
 from tests.tiny_models import TinyModels
 from tests.tiny_vision import FAMILIES, tiny_vision
+from tinyrl.data.image_files import ImageFiles
 from tinyrl.generation import engines
 from tinyrl.generation.engines import select_engine
+from tinyrl.generation.request import Request
 from tinyrl.models.build import build_policy
 from tinyrl.models.device import Device
 from tinyrl.models.loading import load_image_text_model, load_tokenizer
@@ -268,3 +272,20 @@ def test_a_model_whose_images_the_decoder_misreads_is_not_sampled_without_them(
     monkeypatch.setattr(engines, "decodes_exactly", lambda *_, **__: False)
     with pytest.raises(ValueError, match="cannot be sampled from with images"):
         select_engine(policy.config.generation, policy, policy.tokenizer, longest=40)
+
+
+def test_prompts_that_end_in_an_image_are_sampled_as_each_alone(folders: Any, tmp_path: Path) -> None:
+    """The start that they share ends inside the image, whose positions follow from all of it."""
+    policy = policy_at(folders("qwen2_5_vl"))
+    with policy.trying_images():
+        engine, _ = select_engine(policy.config.generation, policy, policy.tokenizer, longest=64)
+    assert engine.name == "hf"
+    image = ImageFiles(tmp_path).image_of(str(image_file(tmp_path / "a.png", size=(32, 32))))
+    assert policy.image_expander is not None
+    ends = [*range(20, 32), *policy.image_expander.tokens_of(image)]
+    prompts = [ends, ends, [*ends, 40, 41, 42]]
+    requests = [Request(prompt, np.uint64(row), limit=4, row=row, greedy=True) for row, prompt in enumerate(prompts)]
+    together = engine.sample(requests)
+    alone = [engine.sample([request])[0] for request in requests]
+    assert [sample.response for sample in together] == [sample.response for sample in alone]
+    assert together[0].logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)

@@ -160,6 +160,24 @@ def test_what_seems_an_image_is_noted_where_rows_are_said_to_be_text(
     assert named in note
 
 
+@pytest.mark.parametrize("config", [SEES, {"model_type": "qwen2"}])
+def test_an_image_in_markdown_is_noted_and_not_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    [note] = prepared_without_images(tmp_path, {"prompt": "what is ![](7.png)?"}, config=config).rows.notes
+    assert "1 of 3" in note
+    assert "7.png" in note
+    assert not prepared_without_images(tmp_path, {"prompt": "what is ![](7.txt)?"}, config=config).rows.notes
+
+
+@pytest.mark.parametrize(("content", "count"), [
+    ([{"type": "image"}, {"type": "text", "text": "<image>what?"}], 1), ("<image>what?", 0), ("what?", 0),
+])  # fmt: skip
+def test_a_place_that_stays_text_beside_an_image_is_noted(tmp_path: Path, content: Any, count: int) -> None:
+    image_file(tmp_path / "red.png")
+    prompt = [{"role": "user", "content": content}]
+    notes = prepared_without_images(tmp_path, {"prompt": prompt, "image": "red.png"}, config=SEES).rows.notes
+    assert len([note for note in notes if "<image>" in note]) == count
+
+
 def test_an_evaluation_refuses_what_seems_an_image_where_a_model_sees_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SEES))
     for row, is_refused in (({"prompt": "<image>what?"}, True), ({}, False)):

@@ -314,6 +314,16 @@ def test_the_card_says_that_a_policy_reads_pictures():
     assert "pictures" not in card()
 
 
+def test_the_card_says_what_a_processor_with_a_part_for_videos_needs():
+    assert "torchvision" in card(model={"path": "Qwen/Qwen3-VL", "with_images": True})
+    assert "torchvision" not in card()
+
+
+def test_the_card_says_where_a_base_that_is_a_folder_is(tmp_path: Path):
+    assert f'folder in place of "{tmp_path.name}"' in card(model={"path": str(tmp_path)})
+    assert "in place of" not in card()
+
+
 def test_the_lines_that_use_an_adapter_load_its_base():
     assert 'from_pretrained("Qwen/Qwen3-0.6B")\nmodel = PeftModel' in card()
     code = card(model={"path": "starter"}).partition("```python\n")[2].partition("model = PeftModel")[0]

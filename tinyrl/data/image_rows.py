@@ -2,6 +2,7 @@
 
     TRL             {"type": "image"} in messages, or no place at all, beside a column `image` or `images`
     OpenAI          {"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}, {"type": "input_image"}
+    Anthropic       {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "..."}}
     ms-swift, verl  <image> in texts beside a column `images`
 
 In a row as it is read, the column `images` has each image once a place, in order ({"path", "sha256", "size"}), and a
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,12 +31,14 @@ PAIR = (("chosen",), ("rejected",))  # which are conversations where there is no
 CHAT_COLUMNS = tuple(name for columns in (*CHATS, *PAIR) for name in columns)
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")  # of a part of one of these types
-IGNORED_KEYS = ("type", "detail")
+IGNORED_KEYS = ("type", "detail", "cache_control")
 TAG = "<image>"  # a place in a text, where the row has a column of images
-# What data sets write in a text for an image: TAG, a model's own placeholder, ms-swift's <img>FILE</img>.
-WRITTEN_PLACE = re.compile(r"<image>|<\|image_pad\|>|<\|image\|>|<start_of_image>|<IMG_CONTEXT>|<img>[^<>\n]+</img>")
+# What data sets write in a text for an image besides TAG: a model's own placeholder, ms-swift's <img>FILE</img>.
+OTHER_PLACE = re.compile(r"<\|image_pad\|>|<\|image\|>|<start_of_image>|<IMG_CONTEXT>|<img>[^<>\n]+</img>")
+WRITTEN_PLACE = re.compile(f"{TAG}|{OTHER_PLACE.pattern}")
 OF_POLICY = ("assistant", "gpt", "chatgpt", "model", "function_call")  # whose texts have no places
 FILE_ENDS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".heic")  # of image files
+MARKDOWN_IMAGE = re.compile(r"!\[[^\[\]\n]{0,200}\]\(([^()\s]{1,4096})")  # ![what it shows](FILE
 LONGEST_END = max(map(len, FILE_ENDS))
 LONGEST_NAME = 4096  # characters of a text that may name a file
 OTHER_COLUMNS = (*CHAT_COLUMNS, *IMAGE_COLUMNS, "text", "answer", "label", "tools", "system", "id", "unused")
@@ -55,6 +58,8 @@ class ImagePlaces:
 
     def take(self) -> Image:
         """Return the next image of the row. Raises ValueError where none is left."""
+        if not self.given:
+            raise ValueError("a part of a message is an image and names none, and none is given beside the messages")
         if self.taken == len(self.given):
             raise ValueError(f"the messages have more places of images than the row has images ({len(self.given)})")
         self.taken += 1
@@ -91,7 +96,9 @@ def with_images(row: Row, files: ImageFiles) -> Row:
         if columns in PAIR and not isinstance(parts.get(columns[0]), list | tuple):  # texts have no places
             continue
         if columns[0] in parts:
-            changed |= _placed_chat(parts, places)
+            placed = _placed_chat(parts, places)
+            _refuse_other_places(placed, places)
+            changed |= placed
         shown = shown or places.found
     if not images and not shown:
         return row
@@ -108,19 +115,39 @@ def placed_prompt(prompt: Any, row: Row, files: ReadsImages) -> Any:
     images = [Image.of_entry(entry) for entry in row.get("images") or [] if is_entry(entry)]
     if not images and not _may_hold(prompt):
         return prompt
-    return _placed_chat({"prompt": prompt}, ImagePlaces(files=files, given=images))["prompt"]
+    places = ImagePlaces(files=files, given=images)
+    placed = _placed_chat({"prompt": prompt}, places)
+    if images:
+        _refuse_other_places(placed, places)
+    return placed["prompt"]
 
 
 def written_place(row: Row) -> str | None:
     """Return what the first text of a row that is not the policy's has for an image; None where none has any."""
+    found = next(filter(None, map(WRITTEN_PLACE.search, _asked_texts(row))), None)
+    return None if found is None else found.group()
+
+
+def markdown_image(row: Row) -> str | None:
+    """Return the first image file that a text of a row shows in Markdown, ![](FILE), and that is not the policy's text;
+    None where none does.
+    """
+    for text in _asked_texts(row):
+        named = (found.group(1) for found in MARKDOWN_IMAGE.finditer(text))
+        first = next(filter(_names_image, named), None)
+        if first is not None:
+            return first
+    return None
+
+
+def _asked_texts(row: Row) -> Iterator[str]:
+    """Yield the texts of a row's conversations that are not the policy's."""
     for name in CHAT_COLUMNS:
         value = _with_chat(row.get(name))
-        messages = value if isinstance(value, list | tuple) else []
-        texts = [value] if name == "prompt" and isinstance(value, str) else [*map(_tagged_text, messages)]
-        found = next(filter(None, map(WRITTEN_PLACE.search, texts)), None)
-        if found is not None:
-            return found.group()
-    return None
+        if isinstance(value, list | tuple):
+            yield from map(_tagged_text, value)
+        elif name == "prompt" and isinstance(value, str):
+            yield value
 
 
 def unshown_columns(row: Row) -> list[str]:
@@ -269,6 +296,18 @@ def _before_text(chats: Row, places: ImagePlaces) -> Row:
     raise ValueError("the row has images, and no message of the user to show them in")
 
 
+def _refuse_other_places(columns: Row, places: ImagePlaces) -> None:
+    """Raise ValueError for a conversation with images in which a text has another place of one than TAG, since that
+    would stay text beside the images.
+    """
+    found = next(filter(None, map(OTHER_PLACE.search, _asked_texts(columns))), None) if places.found else None
+    if found is not None:
+        raise ValueError(
+            f"a text beside images has {truncate(found.group(), 60)}, no place of one here: write {TAG} and "
+            'give the images in a column `images`, or write a part {"type": "image"}, or leave it out'
+        )
+
+
 def _content_key(message: Mapping[str, Any]) -> str:
     return "value" if "from" in message and "content" not in message else "content"
 
@@ -337,14 +376,25 @@ def _reread(message: Row, places: ImagePlaces) -> Row:
 def _of_part(part: Row, places: ImagePlaces) -> Image:
     """Return the image of a part, or the row's next one where it names none."""
     given = {name: value for name, value in part.items() if value not in (None, "") and name not in IGNORED_KEYS}
-    unread = [name for name in given if name not in VALUE_KEYS]
+    unread = [name for name in given if name not in (*VALUE_KEYS, "source")]
     if unread:
         hint = "a text is a part of its own, and task.max_pixels is the size of all images"
         raise ValueError(
             f"a part of the type {part['type']} has `{truncate(str(unread[0]), 40)}`, which is not read; {hint}"
         )
     values = [given[name] for name in VALUE_KEYS if name in given]
+    values += [address_of_source(given["source"])] if "source" in given else []
     return places.files.image_of(values[0]) if values else places.take()
+
+
+def address_of_source(source: Any) -> Any:
+    """Return the address, or the data URL, that a `source` of Anthropic's is. Raises ValueError for another source."""
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "url":
+        return source.get("url")
+    if kind != "base64":
+        raise ValueError(f"an image has the source {source!r:.60}; read are those of the types base64 and url")
+    return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 
 def _text_of(part: Any) -> str:

@@ -48,6 +48,11 @@ class Image:
         return image_key(self.sha256)
 
     @property
+    def named(self) -> str:
+        """Return what errors call the image."""
+        return f"the image {truncate(self.path, 200)}"
+
+    @property
     def entry(self) -> dict[str, Any]:
         """Return the image as rows and messages have it, in JSON."""
         return {"path": self.path, "sha256": self.sha256, "size": list(self.size)}
@@ -105,8 +110,9 @@ def decoding(what: str) -> Iterator[None]:
     except Exception as error:  # a decoder may raise anything: OSError, SyntaxError, struct.error, ...
         if type(error).__name__ == "DecompressionBombError":
             raise ValueError(f"{what} has more than {MOST_PIXELS:,} pixels, which are not decoded") from error
-        kind = "" if type(error).__name__ == "UnidentifiedImageError" else f" ({truncate(first_line(error), 120)})"
-        raise ValueError(f"{what} is not an image that can be read{kind}") from error
+        is_known = type(error).__name__ != "UnidentifiedImageError"
+        why = truncate(first_line(error), 120) if is_known else "it is in no format of images that is known"
+        raise ValueError(f"{what} cannot be read: {why}") from error
 
 
 def open_picture(file: str | IO[bytes]) -> ImageFile:
@@ -125,11 +131,11 @@ def orientation(picture: Picture) -> int:
     return int(picture.getexif().get(ORIENTATION, 1)) if has_exif else 1
 
 
-def opened(image: Image) -> Picture:
-    """Decode an image: upright, the first frame, in RGB. Raises ValueError, naming the file."""
+def opened(image: Image, what: str | None = None) -> Picture:
+    """Decode an image: upright, the first frame, in RGB. Raises ValueError, naming it (what; None: its file)."""
     from PIL import ImageOps
 
-    with decoding(f"the image {truncate(image.path, 200)}"), open_picture(image.path) as picture:
+    with decoding(what or image.named), open_picture(image.path) as picture:
         is_turned = orientation(picture) != 1
         picture.load()
         return in_rgb(ImageOps.exif_transpose(picture) if is_turned else picture)

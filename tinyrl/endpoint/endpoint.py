@@ -50,7 +50,7 @@ from tinyrl.endpoint.dialect import JSON, BadField, ContextOverflow, Dialect, Re
 from tinyrl.endpoint.live_answer import SLICE, Choice, LiveAnswer, Stream
 from tinyrl.endpoint.messages_api import Messages
 from tinyrl.endpoint.request_body import Body, read_json
-from tinyrl.endpoint.request_images import ImageShelf, RequestImages, refuse
+from tinyrl.endpoint.request_images import ImageShelf, RequestImages, image_places, refuse
 from tinyrl.endpoint.request_tools import left_out_note
 from tinyrl.endpoint.responses import Responses
 from tinyrl.generation.drawing import sample_keys
@@ -217,7 +217,7 @@ class Endpoint:
             here = f"{self.num_sequences} are being sampled" if self.num_sequences else "of one request and of all"
             raise Refused(429, f"{count} completions are too many now: at most {MOST_SEQUENCES} ({here})")
         answer = LiveAnswer(body, kind(asked), is_chat=kind is not TextCompletions)
-        images = self._images()
+        images = self._images(asked)
 
         def close() -> None:
             self.num_sequences -= count
@@ -249,11 +249,13 @@ class Endpoint:
         if listed and self.note is not None:
             self.note(left_out_note(listed))
 
-    def _images(self) -> RequestImages:
+    def _images(self, asked: JSON) -> RequestImages:
         """Return what reads the images of a request."""
+        places = image_places(asked)
         if self.expander is None:
-            return RequestImages(refuse)
-        return RequestImages(stored if self.shelf is None else self.shelf.hold)
+            return RequestImages(refuse, places=places)
+        keep = stored if self.shelf is None else self.shelf.hold
+        return RequestImages(keep, self.expander, places)
 
     async def _prompts(
         self, answer: LiveAnswer, images: RequestImages, episode: AgentEpisode | None

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from tinyrl.data.image_rows import address_of_source
 from tinyrl.endpoint.dialect import (
     JSON,
     BadField,
@@ -229,11 +230,10 @@ def _shown(block: Any) -> Any:
     """
     if not isinstance(block, dict) or block.get("type") != "image":
         return block
-    source = block.get("source")
-    if not isinstance(source, dict) or source.get("type") not in ("base64", "url"):
-        raise BadField("messages", f"has an image whose source is {truncate(repr(source), 60)}; read is base64")
-    is_address = source["type"] == "url"
-    url = source.get("url") if is_address else f"data:{source.get('media_type')};base64,{source.get('data')}"
+    try:
+        url = address_of_source(block.get("source"))
+    except ValueError as error:
+        raise BadField("messages", str(error)) from None
     return {"type": "image_url", "image_url": {"url": url}}
 
 

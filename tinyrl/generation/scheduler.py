@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tinyrl.data.images import is_image_id
+from tinyrl.data.images import is_image_id, place_of_id
 from tinyrl.generation.drawing import advanced, row_params, sample_tokens, uniforms
 from tinyrl.generation.request import DecodedSequence
 from tinyrl.models.device import to_device
@@ -316,7 +316,11 @@ class Scheduler:
         return free[best]
 
     def _continues(self, prompt: list[int], count: int) -> bool:
-        """Return whether a prompt may be continued behind its first `count` tokens, which are in the cache."""
+        """Return whether a prompt may be continued behind its first `count` tokens, which are in the cache: the places
+        of one image are read together, as their positions follow from its whole grid.
+        """
+        if is_image_id(prompt[count]) and place_of_id(prompt[count]) > 0:
+            return False
         return self.decoder.extends_images or not any(map(is_image_id, prompt[count:]))
 
     def _prefill(self, prompts: list[list[int]], rows: list[range]) -> Tensor:

@@ -34,7 +34,7 @@ from tinyrl.data.images import FIRST_IMAGE_ID, Image, image_ids, is_image_id, ke
 from tinyrl.models.batch import RowPositions
 from tinyrl.models.device import to_device
 from tinyrl.models.tokens import token_ids, token_ids_of
-from tinyrl.text import first_line, truncate
+from tinyrl.text import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -75,11 +75,11 @@ class ImageExpander:
         self._expansions = dict[int, Processed]()  # without pixels
         self._processing = threading.Lock()  # a processor changes its tokenizer at every call
 
-    def process(self, image: Image) -> Processed:
-        """Run the processor on an image. Raises ValueError, naming the file, where it cannot be read, or the processor
-        refuses it, as Qwen's does one that is 200 times as wide as high.
+    def process(self, image: Image, what: str | None = None) -> Processed:
+        """Run the processor on an image. what: its name in errors (None: its file). Raises ValueError where it cannot
+        be read, or the processor refuses it, as Qwen's does one that is 200 times as wide as high.
         """
-        picture = within(opened(image), self.max_pixels)
+        picture = within(opened(image, what), self.max_pixels)
         try:
             with self._processing:
                 processed = self.processor(
@@ -92,8 +92,8 @@ class ImageExpander:
                 )
         except ValueError as error:
             size = " x ".join(map(str, picture.size))
-            what = f"the image {truncate(image.path, 200)} ({size} pixels)"
-            raise ValueError(f"{what} is refused by the model's processor: {first_line(error)}") from error
+            why = f"({size} pixels) is refused by the model's processor: {first_line(error)}"
+            raise ValueError(f"{what or image.named} {why}") from error
         [[offsets]] = processed["text_replacement_offsets"]
         replacement = str(offsets["replacement"])
         return Processed(
@@ -115,28 +115,30 @@ class ImageExpander:
         most = side * max(1, math.isqrt(self.max_pixels) // side)
         return {"size": {"longest_edge": min(int(images.size["longest_edge"]), most)}}
 
-    def expansion(self, image: Image) -> Processed:
-        """Return what stands for an image, without its pixels. Raises ValueError for one whose ids are another's."""
-        self._check_key(image)
-        self.images.setdefault(image.key, image)
+    def expansion(self, image: Image, what: str | None = None) -> Processed:
+        """Return what stands for an image, without its pixels. Raises ValueError for one that cannot be processed, or
+        whose ids are another's. what: its name in errors (None: its file).
+        """
+        self._check_key(image, what)
         if image.key not in self._expansions:
-            done = self.process(image)
+            done = self.process(image, what)
             self._expansions[image.key] = Processed(done.replacement, done.count, pixels={})
+        self.images.setdefault(image.key, image)
         return self._expansions[image.key]
 
     def token_counts(self) -> list[int]:
         """Return how many tokens of features each image takes that is known."""
         return [self.expansion(image).count for image in self.images.values()]
 
-    def _check_key(self, image: Image) -> None:
+    def _check_key(self, image: Image, what: str | None) -> None:
         """Raise ValueError for an image whose hash begins as that of another one. Their token ids would be equal, and
         rows of an image that was forgotten may be cached still.
         """
         known = self.images.get(image.key)
         sha256 = self._hashes.setdefault(image.key, image.sha256 if known is None else known.sha256)
         if sha256 != image.sha256:
-            other = "an image that was here before" if known is None else known.path
-            raise ValueError(f"{image.path} and {other} have hashes that begin alike; leave one of them out")
+            other = "an image that was here before" if known is None or what is not None else known.named
+            raise ValueError(f"{what or image.named} and {other} have hashes that begin alike; leave one of them out")
         self._hashes.move_to_end(image.key)
         if len(self._hashes) > len(self.images) + MOST_HASHES:
             self._hashes.popitem(last=False)

@@ -67,7 +67,8 @@ def unshown_notes(config: Config, rows: RunRows) -> list[str]:
             ("task.data", "model.path"),
             f"{found[0]}. model.path={config.model.path} sees images: give a row its own in a column `images`, {what}",
         )
-    return [f"warning: {sentence}: the model does not see it" for sentence in found]
+    notes = [f"warning: {sentence}: the model does not see it" for sentence in found]
+    return notes + [f"warning: {sentence}" for sentence in rows.images_as_text()]
 
 
 def with_tower(config: Config, rows: RunRows) -> Config:

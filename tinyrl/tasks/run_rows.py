@@ -16,7 +16,7 @@ from tinyrl.config.schema import Config
 from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS
 from tinyrl.data.criteria import criteria_in
 from tinyrl.data.formats import COMPLETION, KNOWN_COLUMNS, with_prompt
-from tinyrl.data.image_rows import unshown_columns, written_place
+from tinyrl.data.image_rows import markdown_image, unshown_columns, written_place
 from tinyrl.data.images import images_of, shown_text
 from tinyrl.data.kinds import Judged, Pairs, RowKind, Texts, at_place, given_beside, has_system, refuse_media
 from tinyrl.data.messages import Prompt, as_messages, prompt_of
@@ -75,6 +75,22 @@ class RunRows:
         places = [place for row in rows if not row.get("images") and (place := written_place(row)) is not None]
         count = f"{len(places):,} of {len(rows):,} rows"
         return [f"{count} have a place of an image in a prompt ({truncate(places[0])}), and no image"] if places else []
+
+    def images_as_text(self) -> list[str]:
+        """Return sentences on prompts in which an image in Markdown, or <image> beside images in parts, is text."""
+        if isinstance(self.kind, Prompts) and self.kind.task.name != "rows":
+            return []
+        rows = self._all()
+        names = [name for row in rows if (name := markdown_image(row)) is not None]
+        tags = [tag for row in rows if row.get("images") and (tag := written_place(row)) is not None]
+        found = list[str]()
+        if names:
+            what = f"have an image in Markdown in a prompt, ![]({truncate(names[0])})"
+            found.append(f"{len(names):,} of {len(rows):,} rows {what}: the model reads it as text")
+        if tags:
+            what = f"have {tags[0]} in a text beside images with parts of their own"
+            found.append(f"{len(tags):,} of {len(rows):,} rows {what}: the model reads it as text")
+        return found
 
     def unshown_columns(self) -> list[str]:
         """Return a sentence on each column of images that no prompt shows, where no row has other images."""

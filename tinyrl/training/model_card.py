@@ -70,7 +70,7 @@ def model_card(
         preparer=("processor", "AutoProcessor") if tower else ("tokenizer", "AutoTokenizer"),
         picture=PICTURE if picture else None, version=tinyrl.__version__, task=config.task.name or "rows",
         front={key: value for key, value in front.items() if value},
-        base=Path(path).name if is_folder else path,
+        base=Path(path).name if is_folder else path, is_folder=is_folder,
         reward_model=Path(config.reward.model or "").name,
         evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
     )  # fmt: skip
