@@ -25,6 +25,8 @@ class GRPOConfig:
     lr_scheduler_type: str = "linear"
     warmup_steps: float = 0
     weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -123,6 +125,11 @@ def test_given_fields_are_the_settings_of_the_line_to_copy() -> None:
     assert settings["run.trackers"] == ["wandb"]
     assert (settings["lora.r"], settings["lora.alpha"]) == (4, 8)
     assert settings["lora.target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_both_betas_are_one_setting() -> None:
+    assert settings_of(GRPOConfig(adam_beta1=0.9, adam_beta2=0.99), None).settings["optim.betas"] == [0.9, 0.99]
+    assert settings_of(GRPOConfig(), None).settings["optim.betas"] == [0.9, 0.999]
 
 
 def test_matrices_of_experts_are_taken_by_name() -> None:

@@ -103,6 +103,7 @@ def test_each_part_of_a_preset_can_be_overridden_alone():
         ("run", "seed", (-1,)),
         ("run", "deterministic", (1,)),
         ("optim", "learning_rate", (True, 0, float("nan"), float("inf"))),
+        ("optim", "betas", (0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9], None)),
         ("grpo", "clip_eps", (1.0,)),
         ("grpo", "preset", (["dapo"],)),
         ("lora", "target_modules", ([],)),

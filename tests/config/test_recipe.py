@@ -283,7 +283,16 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["seed=1", "use_bias_correction_kl=true"], "run.seed=1"),
         # the length of the run, and shares of it: ceil(0.1 x 25) = 3 optimizer steps, two of them a step
         ("grpo", ["max_steps=-1", "num_train_epochs=2"], "run.epochs=2"),
-        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=1.0"], "run.num_steps=25"),  # 1.0 is no share
+        # one setting of two names, with the default of one that is not given; OpenRLHF has both in one
+        ("grpo", ["adam_beta1=0.9", "adam_beta2=0.99"], "'optim.betas=[0.9, 0.99]'"),
+        ("grpo", ["adam_beta2=0.99"], "'optim.betas=[0.9, 0.99]'"),
+        ("grpo", ["adam_betas=[0.9, 0.95]"], "'optim.betas=[0.9, 0.95]'"),
+        ("grpo", ["actor_rollout_ref.actor.optim.betas=[0.8, 0.95]"], "'optim.betas=[0.8, 0.95]'"),  # verl's
+        ("grpo", ["adam_beta1=high", "seed=1"], "run.seed=1"),
+        # 1.0 of a ratio is the whole run, and 1.0 step is one
+        ("grpo", ["max_steps=25", "warmup_ratio=1.0"], "run.num_steps=25 optim.warmup_steps=25"),
+        ("grpo", ["max_steps=25", "warmup_steps=1.0"], "run.num_steps=25 optim.warmup_steps=1"),
+        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=2"], "run.num_steps=25"),  # no share
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),
@@ -333,9 +342,11 @@ def test_the_line_for_the_grpo_config_of_the_docs_is_the_recipe_beside_it():
 
 
 def test_names_that_are_not_in_the_line_are_named():
-    without = last_lines("seed=1", "reward_weights=[1]", "adam_beta1=0.8", "max_steps=-1", "logging_steps=1")["not"]
+    without = last_lines("seed=1", "reward_weights=[1]", "adam_epsilon=1.0e-6", "max_steps=-1", "logging_steps=1")[
+        "not"
+    ]
     named = re.findall(r"(\w+) \(", without)
-    assert sorted(named) == ["adam_beta1", "logging_steps", "max_steps", "reward_weights"]
+    assert sorted(named) == ["adam_epsilon", "logging_steps", "max_steps", "reward_weights"]
     assert "not" not in last_lines("seed=1", "num_generations=4")
 
 
@@ -399,7 +410,7 @@ def test_an_option_that_is_a_setting_is_written_as_one(name: str, method: str | 
     assert answer_to_option(name, ["4"], method).endswith(f" {written}")
 
 
-@pytest.mark.parametrize("name", ["top_p", "adam_beta1"])
+@pytest.mark.parametrize("name", ["top_p", "adam_epsilon"])
 def test_an_option_that_training_cannot_set_is_answered_with_the_reason(name: str):
     assert answer_to_option(name, ["4"], "grpo").startswith(f"`{name}` is not a setting: ")
 

@@ -29,6 +29,8 @@ DECIDING = (
     "lr_scheduler_type",
     "warmup_steps",
     "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
     "max_grad_norm",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",

@@ -86,10 +86,7 @@ WITHOUT_SETTING = (
         "aux_loss_coef",
         cannot_be_set("no loss here has that term"),
     ),
-    Foreign(
-        "adam_beta1 adam_beta2 adam_epsilon adam_betas",
-        cannot_be_set("AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8"),
-    ),
+    Foreign("adam_epsilon", cannot_be_set("AdamW's epsilon is 1e-8")),
     Foreign("lr_scheduler_kwargs", cannot_be_set("optim.schedule=cosine or linear ends at 0")),
     Foreign(
         "normalize_reward",
