@@ -64,6 +64,8 @@ def test_a_row_of_the_table_is_about_methods_and_names_that_there_are():
         ("dpo", "beta", "dpo.beta"),
         ("ppo", "beta", "ppo.kl_coef"),
         ("dpo", "max_length", "dpo.max_tokens"),
+        ("sft", "max_seq_length", "sft.max_tokens"),
+        ("reward", "max_len", "reward_model.max_tokens"),
         ("ppo", "num_generations", "ppo.group_size"),
     ],
 )

@@ -63,7 +63,7 @@ def test_two_steps_of_adam_by_hand():
 def test_betas_are_those_of_both_moments() -> None:
     """Gradients of 0.5 and -0.5 with betas of 0.5 and 0.8: m = (0.125 - 0.25) / 0.75, v = (0.04 + 0.05) / 0.36."""
     w = nn.Parameter(torch.tensor([[1.0]]))
-    role = RoleOptimizer({"w": w}, learning_rate=0.1, weight_decay=0.0, betas=[0.5, 0.8])
+    role = RoleOptimizer({"w": w}, learning_rate=0.1, weight_decay=0.0, betas=(0.5, 0.8))
     step(role, w=[[0.5]])
     step(role, w=[[-0.5]])
     assert w.item() == pytest.approx(0.9 + 0.1 / 6 / 0.5, abs=1e-6)

@@ -193,18 +193,29 @@ class DistillConfig(OnPolicySection):
     )
 
 
-class SftConfig(Section):
+class RowSection(Section):
+    """Fields of the methods that learn from rows."""
+
+    batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
+    max_tokens: Positive | None = Field(
+        default=None,
+        description="maximum tokens of prompt and answer together (longer ones: task.on_overlong_prompt); null: the "
+        "model's context length",
+    )
+
+
+class SftConfig(RowSection):
     batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
     loss_on: Literal["completion", "all"] = Field(
         default="completion", description="tokens in the loss: those of the answers, or all"
     )
 
 
-class RewardModelConfig(Section):
-    batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
+class RewardModelConfig(RowSection):
+    """Fields of reward models, which have those of every method that learns from rows."""
 
 
-class DpoConfig(Section):
+class DpoConfig(RowSection):
     loss: PairLoss = Field(
         default="sigmoid", description="loss: DPO (sigmoid), IPO per token (as TRL) or summed, KTO, ORPO or SimPO"
     )
@@ -218,9 +229,6 @@ class DpoConfig(Section):
         default=1.0, description="target reward margin (gamma of SimPO)"
     )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
-    max_tokens: Positive | None = Field(
-        default=None, description="maximum tokens of prompt and answer together; null: the model's context length"
-    )
 
     @property
     def needs_reference(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tinyrl.config.foreign_row import Foreign, cannot_be_set, not_needed, setting
 
+NOT_CUT = ", and a longer row is refused or dropped (task.on_overlong_prompt), not cut"
+
 WITHOUT_SETTING = (
     Foreign(
         "top_p top_k",
@@ -49,11 +51,9 @@ WITHOUT_SETTING = (
         "max_seq_length max_length max_len",
         not_needed("prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens"),
         under={
-            "sft": cannot_be_set("a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"),
-            "reward": cannot_be_set(
-                "a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"
-            ),
-            "dpo": setting("dpo.max_tokens"),
+            "sft": setting("sft.max_tokens", NOT_CUT),
+            "reward": setting("reward_model.max_tokens", NOT_CUT),
+            "dpo": setting("dpo.max_tokens", NOT_CUT),
         },
     ),
     Foreign("stop_token", not_needed("a completion ends at the tokenizer's EOS token")),
@@ -82,9 +82,15 @@ WITHOUT_SETTING = (
     Foreign(
         "delta clip_ratio_c dual_clip top_entropy_quantile sapo_temperature_neg sapo_temperature_pos "
         "off_policy_mask_threshold rpo_alpha ld_alpha f_divergence_type "
-        "loss_weights use_weighting neftune_noise_alpha center_rewards_coefficient "
-        "aux_loss_coef",
+        "loss_weights use_weighting neftune_noise_alpha aux_loss_coef",
         cannot_be_set("no loss here has that term"),
+    ),
+    Foreign(
+        "center_rewards_coefficient",
+        cannot_be_set(
+            "no loss here has that term; scores of a reward model are centred when it is saved: their mean over "
+            "training rows is subtracted"
+        ),
     ),
     Foreign("adam_epsilon", cannot_be_set("AdamW's epsilon is 1e-8")),
     Foreign("lr_scheduler_kwargs", cannot_be_set("optim.schedule=cosine or linear ends at 0")),
