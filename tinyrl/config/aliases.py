@@ -267,9 +267,10 @@ TABLE = (
     Foreign("l2", setting("optim.weight_decay")),
     Foreign("adam_beta1 adam_beta2 adam_betas", setting("optim.betas", ", both in one list"), read=adam_betas),
     Foreign(
-        "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
+        "warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
         setting("optim.warmup_steps", ", in steps, not as a share of the run"),
         reads={
+            "warmup_steps": in_steps,
             "warmup_ratio": share_of_run,
             "lr_warmup_steps": in_steps,
             "lr_warmup_ratio": NotCopied("a number of steps here"),
@@ -532,6 +533,6 @@ ALIASES = {name: row for row in TABLE for name in row.names.split()}
 
 
 def reader_of(name: str) -> Reader:
-    """Return how the value of a name of ALIASES is read."""
-    row = ALIASES[name]
-    return row.reads.get(name, row.read)
+    """Return how the value of a name is read; one that no other library has, as it is."""
+    row = ALIASES.get(name)
+    return as_given if row is None else row.reads.get(name, row.read)
