@@ -56,9 +56,9 @@ def test_a_refusal_can_be_copied_as_other_exceptions_can() -> None:
 
 def test_a_value_of_the_default_recipe_is_named_with_its_line() -> None:
     with pytest.raises(ValueError, match="does not divide") as caught:
-        load_config("grpo", None, overrides=["grpo.num_prompts=4"])
+        load_config("grpo", None, overrides=["grpo.num_prompts=12"])
     sentence = str(caught.value)
-    assert sentence.startswith("override 'grpo.num_prompts=4': ")
+    assert sentence.startswith("override 'grpo.num_prompts=12': ")
     assert "grpo.minibatch_size, grpo.group_size (default recipe starter-grpo.yaml:" in sentence
 
 

@@ -83,7 +83,9 @@ class OnPolicySection(Section):
 
 # Settings of GRPO and PPO with defaults of their own, for which a preset may have other values.
 NumEpochs = Annotated[Epochs, Field(description="passes over each rollout")]
-MinibatchSize = Annotated[Positive | None, Field(description="sequences per optimizer step; null: the whole rollout")]
+MinibatchSize = Annotated[
+    Positive | None, Field(description="sequences per optimizer step, at most the whole rollout; null: all")
+]
 KlCoef = Annotated[NonNegativeFloat, Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")]
 KlEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="k1: KL in the reward; k3 or k2: KL in the loss")]
 
@@ -100,6 +102,11 @@ class PolicyGradientSection(OnPolicySection):
     kl_coef: KlCoef = 0.0
     kl_estimator: KlEstimator = "k3"
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
+
+    @property
+    def update_size(self) -> int:
+        """Return the sequences of an optimizer step."""
+        return min(self.minibatch_size or self.batch_size, self.batch_size)
 
     @property
     def kl_in_reward(self) -> bool:
