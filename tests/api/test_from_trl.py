@@ -51,6 +51,7 @@ class GRPOConfig:
     eval_steps: float | None = None
     do_eval: bool = False
     use_cpu: bool = False
+    log_on_each_node: bool = True
     dataloader_pin_memory: bool = True
     activation_checkpointing: bool = True
     model_init_kwargs: dict[str, Any] | None = None
@@ -208,7 +209,12 @@ def test_an_object_of_another_kind_is_refused() -> None:
 
 def test_fields_that_decide_nothing_here_or_are_derived_are_no_refusal() -> None:
     given = GRPOConfig(
-        run_name="sums", use_cpu=True, eval_strategy="steps", eval_steps=50, activation_checkpointing=False
+        run_name="sums",
+        use_cpu=True,
+        log_on_each_node=False,
+        eval_strategy="steps",
+        eval_steps=50,
+        activation_checkpointing=False,
     )
     plan = tinyrl.from_trl(given, processing_class=object(), train_dataset=[{"prompt": "a"}])
     assert plan.name == "sums"
@@ -216,7 +222,7 @@ def test_fields_that_decide_nothing_here_or_are_derived_are_no_refusal() -> None
     assert plan.settings["run.eval_every"] == 50
     assert plan.settings["model.gradient_checkpointing"] is False
     said = "\n".join(plan.notes)
-    assert all(word in said for word in ("use_cpu", "processing_class", "held out"))
+    assert all(word in said for word in ("use_cpu", "log_on_each_node", "processing_class", "held out"))
 
 
 def test_the_dtype_of_the_model_is_taken_and_other_ways_to_load_it_are_not() -> None:

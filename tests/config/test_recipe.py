@@ -289,6 +289,7 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["adam_betas=[0.9, 0.95]"], "'optim.betas=[0.9, 0.95]'"),
         ("grpo", ["actor_rollout_ref.actor.optim.betas=[0.8, 0.95]"], "'optim.betas=[0.8, 0.95]'"),  # verl's
         ("grpo", ["adam_beta1=high", "seed=1"], "run.seed=1"),
+        ("grpo", ["full_determinism=true"], "run.deterministic=true"),
         # 1.0 of a ratio is the whole run, and 1.0 step is one
         ("grpo", ["max_steps=25", "warmup_ratio=1.0"], "run.num_steps=25 optim.warmup_steps=25"),
         ("grpo", ["max_steps=25", "warmup_steps=1.0"], "run.num_steps=25 optim.warmup_steps=1"),

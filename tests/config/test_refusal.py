@@ -62,6 +62,11 @@ def test_a_value_of_the_default_recipe_is_named_with_its_line() -> None:
     assert "grpo.minibatch_size, grpo.group_size (default recipe starter-grpo.yaml:" in sentence
 
 
+def test_fewer_prompts_than_a_minibatch_of_the_default_recipe_need_no_second_setting() -> None:
+    config = load_config("grpo", None, overrides=["grpo.num_prompts=4", "grpo.group_size=4"])
+    assert (config.grpo.minibatch_size, config.grpo.update_size) == (64, 16)
+
+
 def test_a_value_that_looks_like_a_setting_is_not_taken_for_one(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("method: grpo\nlora: {enabled: false}\nmodel: {adapter: run.seed}\n")

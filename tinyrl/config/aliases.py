@@ -348,6 +348,7 @@ TABLE = (
         read=NotCopied("no size changes the gradient"),
     ),
     Foreign("seed random_state", setting("run.seed")),
+    Foreign("full_determinism", setting("run.deterministic")),
     Foreign("lora_alpha", setting("lora.alpha")),
     Foreign("lora_r lora_rank max_lora_rank", setting("lora.r"), reads={"lora_r": lora_rank, "lora_rank": lora_rank}),
     Foreign(

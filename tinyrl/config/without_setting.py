@@ -37,9 +37,9 @@ WITHOUT_SETTING = (
         not_needed("as many rows are computed together as the memory holds (generation.max_rows)"),
     ),
     Foreign(
-        "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization vllm_num_engines "
-        "vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep vllm_enable_sleep_mode vllm_max_model_length "
-        "vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size enforce_eager "
+        "use_vllm vllm_device vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization "
+        "vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep vllm_enable_sleep_mode "
+        "vllm_max_model_length vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size enforce_eager "
         "free_cache_engine",
         not_needed("completions are sampled in this process, or by a server that you start (generation.engine=server)"),
     ),
@@ -131,14 +131,14 @@ WITHOUT_SETTING = (
     ),
     Foreign("load_in_8bit", cannot_be_set("a frozen base is loaded as it is, or in 4 bits: model.quantization=4bit")),
     Foreign(
-        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_revision",
+        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_revision hub_always_push",
         not_needed("a run is uploaded when you say so: `tinyrl export RUN --push USER/NAME`, with --private"),
     ),
     Foreign("remove_unused_columns", not_needed("all columns of a row reach the reward")),
     Foreign("shuffle_dataset", not_needed("each epoch is shuffled, by run.seed")),
     Foreign(
-        "deepspeed fsdp fsdp_config ddp_find_unused_parameters zero_stage ds3_gather_for_generation param_offload "
-        "optimizer_offload adam_offload",
+        "deepspeed fsdp fsdp_config ddp_find_unused_parameters ddp_backend ddp_timeout local_rank zero_stage "
+        "ds3_gather_for_generation param_offload optimizer_offload adam_offload",
         not_needed("a run is one process per GPU, with whole weights in each"),
     ),
     Foreign(
@@ -168,6 +168,9 @@ WITHOUT_SETTING = (
         "disable_tqdm do_train do_eval logging_dir logging_first_step logging_strategy log_level "
         "num_completions_to_print log_unique_prompts num_sample_generations save_only_model save_safetensors "
         "tf32 use_cpu torch_compile average_tokens_across_devices group_by_length "
+        "log_on_each_node save_on_each_node log_level_replica logging_nan_inf_filter include_num_input_tokens_seen "
+        "skip_memory_metrics torch_empty_cache_steps torch_compile_backend torch_compile_mode use_cache do_predict "
+        "dataloader_persistent_workers dataloader_in_order "
         "auto_find_batch_size project_name wandb_project wandb_run_name project trackio_space_id",
         not_needed("it does not change what is learnt"),
     ),
