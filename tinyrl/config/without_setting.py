@@ -39,8 +39,8 @@ WITHOUT_SETTING = (
     Foreign(
         "use_vllm vllm_device vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization "
         "vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep vllm_enable_sleep_mode "
-        "vllm_max_model_length vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size enforce_eager "
-        "free_cache_engine",
+        "vllm_max_model_length vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size "
+        "enforce_eager free_cache_engine",
         not_needed("completions are sampled in this process, or by a server that you start (generation.engine=server)"),
     ),
     Foreign(
