@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES, reader_of
 from tinyrl.config.derive import derive
-from tinyrl.config.foreign_options import answer_to_option
 from tinyrl.config.foreign_values import Values
 from tinyrl.config.given import Given, apply_overrides, as_override
 from tinyrl.config.methods import METHODS
@@ -396,28 +395,6 @@ def test_what_an_adapter_brings_is_not_in_the_line(has_adapter: bool):
     line = "run.seed=1" if has_adapter else "lora.r=8 lora.alpha=16 run.seed=1"
     assert found.splitlines()[-1] == f"to copy: {line}"
     assert ("lora_r (the adapter" in found) is has_adapter
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "written"),
-    [
-        ("learning_rate", "grpo", "optim.learning_rate=4"),
-        ("num_generations", "grpo", "grpo.group_size=4"),
-        ("top_p", None, "generation.top_p=4"),  # as of `tinyrl eval`
-        ("output_dir", "grpo", "--output-dir 4"),  # an option
-    ],
-)
-def test_an_option_that_is_a_setting_is_written_as_one(name: str, method: str | None, written: str):
-    assert answer_to_option(name, ["4"], method).endswith(f" {written}")
-
-
-@pytest.mark.parametrize("name", ["top_p", "adam_epsilon"])
-def test_an_option_that_training_cannot_set_is_answered_with_the_reason(name: str):
-    assert answer_to_option(name, ["4"], "grpo").startswith(f"`{name}` is not a setting: ")
-
-
-def test_an_option_that_nobody_knows_has_no_answer():
-    assert answer_to_option("nmae", ["4"], "grpo") == ""
 
 
 def test_steps_over_a_recipe_with_epochs_are_refused_with_what_to_type(recipe: Callable[..., str]):
