@@ -25,6 +25,8 @@ class GRPOConfig:
     lr_scheduler_type: str = "linear"
     warmup_steps: float = 0
     weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
     max_grad_norm: float = 1.0
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
@@ -49,6 +51,7 @@ class GRPOConfig:
     eval_steps: float | None = None
     do_eval: bool = False
     use_cpu: bool = False
+    log_on_each_node: bool = True
     dataloader_pin_memory: bool = True
     activation_checkpointing: bool = True
     model_init_kwargs: dict[str, Any] | None = None
@@ -123,6 +126,11 @@ def test_given_fields_are_the_settings_of_the_line_to_copy() -> None:
     assert settings["run.trackers"] == ["wandb"]
     assert (settings["lora.r"], settings["lora.alpha"]) == (4, 8)
     assert settings["lora.target_modules"] == ["q_proj", "v_proj"]
+
+
+def test_both_betas_are_one_setting() -> None:
+    assert settings_of(GRPOConfig(adam_beta1=0.9, adam_beta2=0.99), None).settings["optim.betas"] == [0.9, 0.99]
+    assert settings_of(GRPOConfig(), None).settings["optim.betas"] == [0.9, 0.999]
 
 
 def test_matrices_of_experts_are_taken_by_name() -> None:
@@ -201,7 +209,12 @@ def test_an_object_of_another_kind_is_refused() -> None:
 
 def test_fields_that_decide_nothing_here_or_are_derived_are_no_refusal() -> None:
     given = GRPOConfig(
-        run_name="sums", use_cpu=True, eval_strategy="steps", eval_steps=50, activation_checkpointing=False
+        run_name="sums",
+        use_cpu=True,
+        log_on_each_node=False,
+        eval_strategy="steps",
+        eval_steps=50,
+        activation_checkpointing=False,
     )
     plan = tinyrl.from_trl(given, processing_class=object(), train_dataset=[{"prompt": "a"}])
     assert plan.name == "sums"
@@ -209,7 +222,7 @@ def test_fields_that_decide_nothing_here_or_are_derived_are_no_refusal() -> None
     assert plan.settings["run.eval_every"] == 50
     assert plan.settings["model.gradient_checkpointing"] is False
     said = "\n".join(plan.notes)
-    assert all(word in said for word in ("use_cpu", "processing_class", "held out"))
+    assert all(word in said for word in ("use_cpu", "log_on_each_node", "processing_class", "held out"))
 
 
 def test_the_dtype_of_the_model_is_taken_and_other_ways_to_load_it_are_not() -> None:

@@ -49,6 +49,21 @@ def test_what_a_run_keeps_may_be_another_on_a_resume_and_is_noted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("typed", "refused"), [(["optim.betas=[0.9, 0.99]"], True), (["optim.betas=[0.9, 0.999]"], False), ([], False)]
+)
+def test_a_setting_that_an_earlier_version_did_not_have_is_a_change_from_its_default(
+    typed: list[str], refused: bool
+) -> None:
+    config = load_config("grpo", None, overrides=typed)
+    before = config.model_dump(mode="json")
+    del before["optim"]["betas"]
+    if refused:
+        with pytest.raises(ValueError, match=r"optim\.betas: \[0\.9, 0\.999\] then, \[0\.9, 0\.99\] now"):
+            check_changes(before, config, since="step-000010", allowed=False)
+    assert len(check_changes(before, config, since="step-000010", allowed=True)) == int(refused)
+
+
+@pytest.mark.parametrize(
     ("change", "invalidates"),
     [
         (Change("optim.learning_rate", 0.1, 0.2), False),

@@ -103,6 +103,7 @@ def test_each_part_of_a_preset_can_be_overridden_alone():
         ("run", "seed", (-1,)),
         ("run", "deterministic", (1,)),
         ("optim", "learning_rate", (True, 0, float("nan"), float("inf"))),
+        ("optim", "betas", (0.9, [0.9], [0.9, 1.0], [-0.1, 0.9], [0.9, 0.9, 0.9], None)),
         ("grpo", "clip_eps", (1.0,)),
         ("grpo", "preset", (["dapo"],)),
         ("lora", "target_modules", ([],)),
@@ -214,11 +215,17 @@ def test_what_goes_together_is_accepted():
     make("grpo", grpo={"preset": "reinforce++", "group_size": 1})
     make("grpo", grpo={"kl_unbiased": True, "kl_coef": 0.1})
     make("ppo", ppo={"num_prompts": 8, "group_size": 4, "minibatch_size": 16})
+    make("ppo", ppo={"num_prompts": 4})  # fewer than its minibatches of 64
     make("ppo", reference={"kind": "none"}, ppo={"kl_coef": 0, "ptx_coef": 0.5, "ptx_data": "t.jsonl"})
     make("ppo", critic={"path": "x", "kind": "shared"})  # x may be a run, which runs/resolve.py finds out
     make("grpo", grpo={"preset": "gdpo", "kl_coef": 0.1}, reward={"truncated": "mask"})
     make("ppo", **AGENT, **FULL, generation={"url": "localhost"})
     make("grpo", **GAME, grpo={**GTPO, "kl_coef": 0.1, "surrogate": "cispo", "advantage_scale": "batch"})
+
+
+@pytest.mark.parametrize(("minibatch", "size"), [(8, 8), (16, 16), (17, 16), (64, 16), (None, 16)])
+def test_a_minibatch_is_at_most_the_rollout(minibatch: int | None, size: int):
+    assert make("grpo", grpo={"num_prompts": 4, "group_size": 4, "minibatch_size": minibatch}).grpo.update_size == size
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 5), ("top_p", 0.9)])

@@ -64,6 +64,8 @@ def test_a_row_of_the_table_is_about_methods_and_names_that_there_are():
         ("dpo", "beta", "dpo.beta"),
         ("ppo", "beta", "ppo.kl_coef"),
         ("dpo", "max_length", "dpo.max_tokens"),
+        ("sft", "max_seq_length", "sft.max_tokens"),
+        ("reward", "max_len", "reward_model.max_tokens"),
         ("ppo", "num_generations", "ppo.group_size"),
     ],
 )
@@ -122,3 +124,30 @@ def test_a_method_by_its_name_elsewhere_is_answered_with_what_trains():
 def test_an_estimator_of_one_method_is_none_of_another():
     assert "to copy: grpo.advantage=leave-one-out" in answer("grpo", "adv_estimator=rloo")
     assert "to copy" not in answer("ppo", "adv_estimator=rloo")
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "written"),
+    [
+        ("learning_rate", "grpo", "optim.learning_rate=4"),
+        ("num_generations", "grpo", "grpo.group_size=4"),
+        ("top_p", None, "generation.top_p=4"),  # as of `tinyrl eval`
+        ("output_dir", "grpo", "--output-dir 4"),  # an option
+        ("warmup_steps", "grpo", "optim.warmup_steps=4"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_written_as_one(name: str, method: str | None, written: str):
+    assert answer_to_option(name, ["4"], method).endswith(f" {written}")
+
+
+@pytest.mark.parametrize("name", ["top_p", "adam_epsilon"])
+def test_an_option_that_training_cannot_set_is_answered_with_the_reason(name: str):
+    assert answer_to_option(name, ["4"], "grpo").startswith(f"`{name}` is not a setting: ")
+
+
+def test_an_option_that_nobody_knows_has_no_answer():
+    assert answer_to_option("nmae", ["4"], "grpo") == ""
+
+
+def test_a_share_of_a_run_of_unknown_length_has_no_number_of_steps():
+    assert "=" not in answer_to_option("warmup_steps", ["0.1"], "grpo")

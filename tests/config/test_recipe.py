@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from tinyrl.config.aliases import ALIASES, reader_of
 from tinyrl.config.derive import derive
-from tinyrl.config.foreign_options import answer_to_option
 from tinyrl.config.foreign_values import Values
 from tinyrl.config.given import Given, apply_overrides, as_override
 from tinyrl.config.methods import METHODS
@@ -283,7 +282,17 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["seed=1", "use_bias_correction_kl=true"], "run.seed=1"),
         # the length of the run, and shares of it: ceil(0.1 x 25) = 3 optimizer steps, two of them a step
         ("grpo", ["max_steps=-1", "num_train_epochs=2"], "run.epochs=2"),
-        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=1.0"], "run.num_steps=25"),  # 1.0 is no share
+        # one setting of two names, with the default of one that is not given; OpenRLHF has both in one
+        ("grpo", ["adam_beta1=0.9", "adam_beta2=0.99"], "'optim.betas=[0.9, 0.99]'"),
+        ("grpo", ["adam_beta2=0.99"], "'optim.betas=[0.9, 0.99]'"),
+        ("grpo", ["adam_betas=[0.9, 0.95]"], "'optim.betas=[0.9, 0.95]'"),
+        ("grpo", ["actor_rollout_ref.actor.optim.betas=[0.8, 0.95]"], "'optim.betas=[0.8, 0.95]'"),  # verl's
+        ("grpo", ["adam_beta1=high", "seed=1"], "run.seed=1"),
+        ("grpo", ["full_determinism=true"], "run.deterministic=true"),
+        # 1.0 of a ratio is the whole run, and 1.0 step is one
+        ("grpo", ["max_steps=25", "warmup_ratio=1.0"], "run.num_steps=25 optim.warmup_steps=25"),
+        ("grpo", ["max_steps=25", "warmup_steps=1.0"], "run.num_steps=25 optim.warmup_steps=1"),
+        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=2"], "run.num_steps=25"),  # no share
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),
@@ -333,9 +342,11 @@ def test_the_line_for_the_grpo_config_of_the_docs_is_the_recipe_beside_it():
 
 
 def test_names_that_are_not_in_the_line_are_named():
-    without = last_lines("seed=1", "reward_weights=[1]", "adam_beta1=0.8", "max_steps=-1", "logging_steps=1")["not"]
+    without = last_lines("seed=1", "reward_weights=[1]", "adam_epsilon=1.0e-6", "max_steps=-1", "logging_steps=1")[
+        "not"
+    ]
     named = re.findall(r"(\w+) \(", without)
-    assert sorted(named) == ["adam_beta1", "logging_steps", "max_steps", "reward_weights"]
+    assert sorted(named) == ["adam_epsilon", "logging_steps", "max_steps", "reward_weights"]
     assert "not" not in last_lines("seed=1", "num_generations=4")
 
 
@@ -384,28 +395,6 @@ def test_what_an_adapter_brings_is_not_in_the_line(has_adapter: bool):
     line = "run.seed=1" if has_adapter else "lora.r=8 lora.alpha=16 run.seed=1"
     assert found.splitlines()[-1] == f"to copy: {line}"
     assert ("lora_r (the adapter" in found) is has_adapter
-
-
-@pytest.mark.parametrize(
-    ("name", "method", "written"),
-    [
-        ("learning_rate", "grpo", "optim.learning_rate=4"),
-        ("num_generations", "grpo", "grpo.group_size=4"),
-        ("top_p", None, "generation.top_p=4"),  # as of `tinyrl eval`
-        ("output_dir", "grpo", "--output-dir 4"),  # an option
-    ],
-)
-def test_an_option_that_is_a_setting_is_written_as_one(name: str, method: str | None, written: str):
-    assert answer_to_option(name, ["4"], method).endswith(f" {written}")
-
-
-@pytest.mark.parametrize("name", ["top_p", "adam_beta1"])
-def test_an_option_that_training_cannot_set_is_answered_with_the_reason(name: str):
-    assert answer_to_option(name, ["4"], "grpo").startswith(f"`{name}` is not a setting: ")
-
-
-def test_an_option_that_nobody_knows_has_no_answer():
-    assert answer_to_option("nmae", ["4"], "grpo") == ""
 
 
 def test_steps_over_a_recipe_with_epochs_are_refused_with_what_to_type(recipe: Callable[..., str]):

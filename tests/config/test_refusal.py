@@ -56,10 +56,15 @@ def test_a_refusal_can_be_copied_as_other_exceptions_can() -> None:
 
 def test_a_value_of_the_default_recipe_is_named_with_its_line() -> None:
     with pytest.raises(ValueError, match="does not divide") as caught:
-        load_config("grpo", None, overrides=["grpo.num_prompts=4"])
+        load_config("grpo", None, overrides=["grpo.num_prompts=12"])
     sentence = str(caught.value)
-    assert sentence.startswith("override 'grpo.num_prompts=4': ")
+    assert sentence.startswith("override 'grpo.num_prompts=12': ")
     assert "grpo.minibatch_size, grpo.group_size (default recipe starter-grpo.yaml:" in sentence
+
+
+def test_fewer_prompts_than_a_minibatch_of_the_default_recipe_need_no_second_setting() -> None:
+    config = load_config("grpo", None, overrides=["grpo.num_prompts=4", "grpo.group_size=4"])
+    assert (config.grpo.minibatch_size, config.grpo.update_size) == (64, 16)
 
 
 def test_a_value_that_looks_like_a_setting_is_not_taken_for_one(tmp_path: Path) -> None:

@@ -116,7 +116,11 @@ def test_epochs_and_steps_are_not_both_given():
 
 @pytest.mark.parametrize(
     ("section", "updates"),
-    [({}, "1 optimizer step"), ({"num_epochs": 2, "minibatch_size": 2}, "6 optimizer steps")],
+    [
+        ({}, "1 optimizer step"),
+        ({"minibatch_size": 64}, "1 optimizer step"),
+        ({"num_epochs": 2, "minibatch_size": 2}, "6 optimizer steps"),
+    ],
 )
 def test_a_step_of_three_prompts_has_six_completions_in_minibatches(
     section: dict[str, int], updates: str, tiny: TinyModels, tmp_path: Path

@@ -58,7 +58,13 @@ def loss_of(
 
 @pytest.mark.parametrize(
     ("given", "several"),
-    [({}, False), ({"minibatch_size": 16}, False), ({"minibatch_size": 8}, True), ({"num_epochs": 2}, True)],
+    [
+        ({}, False),
+        ({"minibatch_size": 16}, False),
+        ({"minibatch_size": 64}, False),
+        ({"minibatch_size": 8}, True),
+        ({"num_epochs": 2}, True),
+    ],
 )
 def test_old_log_probabilities_are_computed_where_several_optimizer_steps_use_a_sample(
     given: dict[str, int], several: bool

@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from tests import running
 from tests.tiny_models import TinyModels, tiny_model, tiny_tokenizer
-from tests.training.rows import Row, loaded, row_config, talk, trained, write_rows
+from tests.training.rows import Row, loaded, on_all, row_config, talk, trained, write_rows
 from tinyrl.config.schema import Config
 from tinyrl.models import reward_model as reward_models
 from tinyrl.models.micro_batches import MicroBatches
@@ -213,6 +213,19 @@ def scores_in_ppo(
 
 
 # ---- what rows cannot teach ----
+
+
+def test_a_pair_with_a_longer_side_than_the_setting_is_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+    """p1 and abc are 5 tokens; either side may be the longer one."""
+    sides = [("abc", "b"), ("a", "b"), ("a", "abc"), ("ab", "b")]
+    rows = [{"prompt": "p1", "chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    assert len(on_all("reward", model, tmp_path, rows, reward_model={"max_tokens": 5}).train_rows) == 4
+    short: dict[str, Any] = {"reward_model": {"max_tokens": 4}}
+    with pytest.raises(ValueError, match=r"2 of 4 examples.*reward_model\.max_tokens=4.*row 1: 5 tokens"):
+        on_all("reward", model, tmp_path, rows, **short)
+    method = on_all("reward", model, tmp_path, rows, **short, task={"on_overlong_prompt": "drop"})
+    assert [one.length for one in flat(method.train_rows)] == [3, 4]
+
 
 ONE_CLASS = [{"prompt": f"p{i}", "completion": "a", "label": 1} for i in range(20)]
 CALLS = [{"function": {"name": "f"}}]

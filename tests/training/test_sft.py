@@ -220,6 +220,22 @@ def test_a_row_longer_than_the_models_positions_is_refused_or_cut(chatty: Path, 
         on_all("sft", chatty, tmp_path, [{"text": "x" * POSITIONS}], task={"on_overlong_prompt": "drop"})
 
 
+def test_a_row_of_as_many_tokens_as_the_setting_is_learnt_and_a_longer_one_is_refused_or_left_out(
+    chatty: Path, tmp_path: Path
+) -> None:
+    """[user]hi<eos>, a line break and [assistant] are 21 tokens, hello<eos> 6 and ho<eos> 3."""
+    rows: list[Row] = [{"messages": talk("hi", "hello")}, {"messages": talk("hi", "ho")}]
+    assert len(on_all("sft", chatty, tmp_path, rows, sft={"max_tokens": 27}).train_rows) == 2
+    with pytest.raises(ValueError, match=r"1 of 2 examples.*sft\.max_tokens=26.*row 1: 27 tokens"):
+        on_all("sft", chatty, tmp_path, rows, sft={"max_tokens": 26})
+    drop = {"on_overlong_prompt": "drop"}
+    method = on_all("sft", chatty, tmp_path, rows, task=drop, sft={"max_tokens": 26})
+    assert [sum(one.learnt) for (one,) in method.train_rows] == [3]
+    long: list[Row] = [{"text": "x" * POSITIONS}]
+    with pytest.raises(ValueError, match=f"context length of {POSITIONS}"):  # which a larger number does not change
+        on_all("sft", chatty, tmp_path, long, sft={"max_tokens": 2 * POSITIONS})
+
+
 def test_a_text_that_no_model_could_read_is_not_tokenised(
     chatty: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

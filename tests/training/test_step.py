@@ -29,6 +29,7 @@ from tinyrl.training.step import (
     load_optimizers,
     optimizer_tensors,
     rate_factor,
+    role_optimizers,
     schedule_notes,
 )
 
@@ -57,6 +58,23 @@ def test_two_steps_of_adam_by_hand():
     decays = make(0.5, w=[[1.0]], bias=[1.0], gain=1.0)
     step(decays, w=[[0.0]], bias=[0.0], gain=0.0)
     assert [p.item() for p in decays.parameters.values()] == pytest.approx([1.0 - 0.1 * 0.5, 1.0, 1.0])
+
+
+def test_betas_are_those_of_both_moments() -> None:
+    """Gradients of 0.5 and -0.5 with betas of 0.5 and 0.8: m = (0.125 - 0.25) / 0.75, v = (0.04 + 0.05) / 0.36."""
+    w = nn.Parameter(torch.tensor([[1.0]]))
+    role = RoleOptimizer({"w": w}, learning_rate=0.1, weight_decay=0.0, betas=(0.5, 0.8))
+    step(role, w=[[0.5]])
+    step(role, w=[[-0.5]])
+    assert w.item() == pytest.approx(0.9 + 0.1 / 6 / 0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_the_betas_of_a_run_are_those_of_policy_and_critic(kind: str) -> None:
+    optim = config_of({"method": "ppo", "optim": {"betas": [0.5, 0.8], "optimizer": kind}}).optim
+    made = role_optimizers(optim, {role: {"w": nn.Parameter(torch.zeros(2, 2))} for role in ("policy", "critic")})
+    betas = {role: tuple(one.optimizer.param_groups[0]["betas"]) for role, one in made.items()}
+    assert betas == {"policy": (0.5, 0.8), "critic": (0.5, 0.8)}
 
 
 def test_a_rate_is_a_factor_of_the_roles_own_and_clipping_is_of_a_role_together() -> None:

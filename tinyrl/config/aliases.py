@@ -18,6 +18,7 @@ from tinyrl.config.foreign_values import (
     Reader,
     Strategy,
     Values,
+    adam_betas,
     as_given,
     as_text,
     batch_size,
@@ -37,6 +38,7 @@ from tinyrl.config.foreign_values import (
     server_host,
     server_port,
     server_url,
+    share_of_run,
     test_split,
     total_episodes,
     trackers,
@@ -263,11 +265,13 @@ TABLE = (
         ),
     ),
     Foreign("l2", setting("optim.weight_decay")),
+    Foreign("adam_beta1 adam_beta2 adam_betas", setting("optim.betas", ", both in one list"), read=adam_betas),
     Foreign(
-        "warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
+        "warmup_steps warmup_ratio lr_warmup_steps lr_warmup_ratio lr_warmup_steps_ratio",
         setting("optim.warmup_steps", ", in steps, not as a share of the run"),
         reads={
-            "warmup_ratio": in_steps,
+            "warmup_steps": in_steps,
+            "warmup_ratio": share_of_run,
             "lr_warmup_steps": in_steps,
             "lr_warmup_ratio": NotCopied("a number of steps here"),
             "lr_warmup_steps_ratio": NotCopied("a number of steps here"),
@@ -344,6 +348,7 @@ TABLE = (
         read=NotCopied("no size changes the gradient"),
     ),
     Foreign("seed random_state", setting("run.seed")),
+    Foreign("full_determinism", setting("run.deterministic")),
     Foreign("lora_alpha", setting("lora.alpha")),
     Foreign("lora_r lora_rank max_lora_rank", setting("lora.r"), reads={"lora_r": lora_rank, "lora_rank": lora_rank}),
     Foreign(
@@ -529,6 +534,6 @@ ALIASES = {name: row for row in TABLE for name in row.names.split()}
 
 
 def reader_of(name: str) -> Reader:
-    """Return how the value of a name of ALIASES is read."""
-    row = ALIASES[name]
-    return row.reads.get(name, row.read)
+    """Return how the value of a name is read; one that no other library has, as it is."""
+    row = ALIASES.get(name)
+    return as_given if row is None else row.reads.get(name, row.read)

@@ -147,9 +147,9 @@ def _step_conflicts(config: Config) -> Iterator[Refusal]:
         return
     method = config.method
     section = config.policy_gradient
-    size = section.minibatch_size
+    size = section.update_size
     total = section.batch_size
-    if size is not None and total % size > 0:
+    if total % size > 0:
         factors = f"{method}.num_prompts={section.num_prompts} x {method}.group_size={section.group_size}"
         yield Refusal(
             (f"{method}.minibatch_size", f"{method}.num_prompts", f"{method}.group_size"),

@@ -14,7 +14,7 @@ from tinyrl.config.aliases import ALIASES
 from tinyrl.config.foreign_names import alias_of, answer_of, home_of, meant_by
 from tinyrl.config.foreign_values import FUNCTION, Copy, ForeignNames
 from tinyrl.config.given import Given, apply_overrides, settings_in
-from tinyrl.config.line_to_copy import copy_of, copy_of_own, lines_to_copy
+from tinyrl.config.line_to_copy import copy_of, lines_to_copy
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.removed import REMOVED, RENAMED
 from tinyrl.config.settings import SECTIONS, KeyPath, allowed, dotted_name, fields_in, walk, words_of
@@ -153,11 +153,9 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
     alias = None if in_item else alias_of(whole)
     if alias is not None:
         answer = answer_of(alias, given.method)
-        copy = Copy(without=answer.without_line(given.method))
-        if answer.setting:
-            copy = copy_of(alias, answer.setting, value, given)
         sentence = answer.as_sentence(dotted, alias, given.method)
-        return Problem(Refusal((dotted,), sentence), answer.in_words(dotted, alias, given.method), copy)
+        in_words = answer.in_words(dotted, alias, given.method)
+        return Problem(Refusal((dotted,), sentence), in_words, copy_of(alias, value, given))
     last = str(whole[-1] if not parents else key)  # verl's actor_rollout_ref.actor.optim.weight_decay
     home = None if in_item else home_of(last, given.method)
     known = [*fields_in(walk(tuple(parents))[1])]
@@ -165,7 +163,7 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
     copy = None
     if home is not None:
         near = f" Did you mean `{home}`?"
-        copy = copy_of_own(last, home, value, given)
+        copy = copy_of(last, value, given)
     else:
         of_section = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
         is_of_section = bool(parents) and nearest(str(key), known, cutoff=0.8) != ""

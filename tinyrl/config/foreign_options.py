@@ -8,9 +8,9 @@ from typing import Any
 
 from tinyrl.config.aliases import ALIASES, reader_of
 from tinyrl.config.foreign_names import Counterpart, answer_of, home_of, is_name, meant_by, setting_named
-from tinyrl.config.foreign_values import Copy, ForeignNames, KlSwitch, Option, Values, batch_size
+from tinyrl.config.foreign_values import ForeignNames, KlSwitch, Option, Values, batch_size
 from tinyrl.config.given import settings_in
-from tinyrl.config.line_to_copy import copy_of, copy_of_own, line_of, lines_to_copy
+from tinyrl.config.line_to_copy import copy_of, line_of, lines_to_copy
 from tinyrl.config.methods import is_method
 from tinyrl.config.settings import fields_of
 from tinyrl.config.yaml_reader import parse_plain
@@ -41,19 +41,12 @@ def answer_to_options(
     beside = {"method": method, **(values or {})}
     foreign = {name: _value(name, options[name], method) for name in known}
     given = ForeignNames(method, foreign, frozenset(settings_in(beside)))
-    copies = dict[str, Copy]()
+    copies = {name: copy_of(name, value, given) for name, value in foreign.items()}
     lines = [f"{HOW_WRITTEN}, without --"]
     lines += [f"`{name}` is unknown.{meant_by(name, method)}" for name in options if name not in known]
     for name in known:
         answer, home = _answer_and_home(name, method)
-        if home is not None:
-            lines.append(f"`{name}` is `{home}`")
-            copies[name] = copy_of_own(name, home, foreign[name], given)
-        else:
-            lines.append(answer.in_words(name, name, method))
-            copies[name] = Copy(without=answer.without_line(method))
-            if answer.setting:
-                copies[name] = copy_of(name, answer.setting, foreign[name], given)
+        lines.append(answer.in_words(name, name, method) if home is None else f"`{name}` is `{home}`")
     tried_over = beside if is_method(method) else {}
     return "\n  ".join([*lines, *lines_to_copy(copies, given, values=tried_over, missing=missing)])
 
@@ -83,7 +76,7 @@ def answer_to_option(name: str, words: Sequence[str], method: object) -> str:
     text = ""
     if read is not batch_size:  # one of several sizes that are one here
         given = ForeignNames(method, {name: _value(name, words, method)})
-        text = line_of({name: copy_of(name, answer.setting, given.values[name], given)}, given, {}).text
+        text = line_of({name: copy_of(name, given.values[name], given)}, given, {}).text
     return f"{HOW_WRITTEN}: {text}" if text else answer.as_sentence(name, name, method)
 
 
@@ -105,7 +98,7 @@ def _value(name: str, words: Sequence[str], method: object) -> Any:
 
 def _is_switch(name: str, method: object) -> bool:
     """Return whether a name without a value says something."""
-    read = reader_of(name) if name in ALIASES else None
+    read = reader_of(name)
     if isinstance(read, Values):
         return "true" in read.lines
     if isinstance(read, KlSwitch):

@@ -247,6 +247,14 @@ def first_step_too(setting: str, value: Any, given: ForeignNames) -> Copy:
 # ---- readers that need several names ----
 
 
+def adam_betas(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Write AdamW's two betas: a list of them, or TRL's two numbers, with its default for one that is not given."""
+    pair = [given.values.get("adam_beta1", 0.9), given.values.get("adam_beta2", 0.999)]
+    betas = value if isinstance(value, list) else pair
+    is_number = [isinstance(beta, int | float) and not isinstance(beta, bool) for beta in betas]
+    return as_given(setting, betas, given) if all(is_number) else _unread(setting, value)
+
+
 @dataclass(frozen=True)
 class KlSwitch:
     """Read whether there is a KL in the loss (k3), or in the reward (k1). Without the other it is the only one.
@@ -298,20 +306,29 @@ def total_episodes(setting: str, value: Any, given: ForeignNames) -> Copy:
 
 
 def in_steps(setting: str, value: Any, given: ForeignNames) -> Copy:
-    """Convert a count of optimizer steps, or a share of TRL's max_steps to warm up in, to steps."""
-    count = value
-    longest = given.count("max_steps", 0)
-    is_warmup = setting == "optim.warmup_steps"
-    if is_warmup and isinstance(value, float) and 0 <= value < 1:
-        if value and not longest:
-            return Copy(without="a share of the run: give optim.warmup_steps")
-        count = math.ceil(value * longest)
-    if isinstance(count, float) and count.is_integer():
-        count = int(count)
+    """Convert a count of optimizer steps to steps; of a warm-up a number below 1 is a share of the run."""
+    if setting == "optim.warmup_steps" and isinstance(value, float) and 0 <= value < 1:
+        return share_of_run(setting, value, given)
+    count = int(value) if isinstance(value, float) and value.is_integer() else value
     if type(count) is not int:
         return Copy(without="a number of steps here")
     if count < 0:
         return Copy(without=f"{count} means that it is not set", is_needless=True)
+    return _divided(setting, value, count, given)
+
+
+def share_of_run(setting: str, value: Any, given: ForeignNames) -> Copy:
+    """Convert a share of TRL's max_steps, of which 1 is all, to steps."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        return Copy(without="a share of the run, from 0 to 1")
+    longest = given.count("max_steps", 0)
+    if value and not longest:
+        return Copy(without=f"a share of the run: give {setting}")
+    return _divided(setting, value, math.ceil(value * longest), given)
+
+
+def _divided(setting: str, value: Any, count: int, given: ForeignNames) -> Copy:
+    """Write `count` optimizer steps, which the value is, as steps."""
     steps = -(-count // given.updates)
     changed = given.updates > 1 or count != value
     return Copy(line=written(setting, steps), divided=(value, steps) if changed else None)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tinyrl.config.aliases import OF_TRL, reader_of
+from tinyrl.config.aliases import ALIASES, OF_TRL, reader_of
 from tinyrl.config.conflicts import conflicts, contradictions
 from tinyrl.config.foreign_defaults import brought_by
-from tinyrl.config.foreign_values import Copy, ForeignNames, as_given, in_steps
+from tinyrl.config.foreign_names import answer_of, setting_named
+from tinyrl.config.foreign_values import Copy, ForeignNames
 from tinyrl.config.given import Given
 from tinyrl.config.methods import METHODS, and_list
 from tinyrl.config.rules import ModelFacts, with_rules
@@ -31,17 +32,13 @@ WITHOUT = {  # what there is without a setting that a run of one's own needs
 }
 
 
-def copy_of(alias: str, setting: str, value: Any, given: ForeignNames) -> Copy:
-    """Return what to write in place of another library's name with its value."""
-    copy = reader_of(alias)(setting, value, given)
-    return replace(copy, brings=brought_by(alias, value, given)) if copy.line else copy
-
-
-def copy_of_own(key: str, setting: str, value: Any, given: ForeignNames) -> Copy:
-    """Return what to write in place of a name that is ours but for its section."""
-    if key == "warmup_steps":  # of optimizer steps in TRL, as max_steps is
-        return in_steps(setting, value, given)
-    return replace(as_given(setting, value, given), brings=brought_by(key, value, given))
+def copy_of(name: str, value: Any, given: ForeignNames) -> Copy:
+    """Return what to write in place of a name with its value: another library's, or ours but for its section."""
+    setting = setting_named(name, given.method)
+    if not setting:
+        return Copy(without=answer_of(name, given.method).without_line(given.method)) if name in ALIASES else Copy()
+    copy = reader_of(name)(setting, value, given)
+    return replace(copy, brings=brought_by(name, value, given)) if copy.line else copy
 
 
 @dataclass(frozen=True)

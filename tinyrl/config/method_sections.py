@@ -83,7 +83,9 @@ class OnPolicySection(Section):
 
 # Settings of GRPO and PPO with defaults of their own, for which a preset may have other values.
 NumEpochs = Annotated[Epochs, Field(description="passes over each rollout")]
-MinibatchSize = Annotated[Positive | None, Field(description="sequences per optimizer step; null: the whole rollout")]
+MinibatchSize = Annotated[
+    Positive | None, Field(description="sequences per optimizer step, at most the whole rollout; null: all")
+]
 KlCoef = Annotated[NonNegativeFloat, Field(description="KL coefficient; ppo.target_kl adapts it; 0: no KL")]
 KlEstimator = Annotated[Literal["k1", "k2", "k3"], Field(description="k1: KL in the reward; k3 or k2: KL in the loss")]
 
@@ -100,6 +102,11 @@ class PolicyGradientSection(OnPolicySection):
     kl_coef: KlCoef = 0.0
     kl_estimator: KlEstimator = "k3"
     entropy_coef: NonNegativeFloat = Field(default=0.0, description="weight of the entropy bonus")
+
+    @property
+    def update_size(self) -> int:
+        """Return the sequences of an optimizer step."""
+        return min(self.minibatch_size or self.batch_size, self.batch_size)
 
     @property
     def kl_in_reward(self) -> bool:
@@ -193,18 +200,29 @@ class DistillConfig(OnPolicySection):
     )
 
 
-class SftConfig(Section):
+class RowSection(Section):
+    """Fields of the methods that learn from rows."""
+
+    batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
+    max_tokens: Positive | None = Field(
+        default=None,
+        description="maximum tokens of prompt and answer together (longer ones: task.on_overlong_prompt); null: the "
+        "model's context length",
+    )
+
+
+class SftConfig(RowSection):
     batch_size: Positive = Field(default=16, description="rows per optimizer step, at most all there are")
     loss_on: Literal["completion", "all"] = Field(
         default="completion", description="tokens in the loss: those of the answers, or all"
     )
 
 
-class RewardModelConfig(Section):
-    batch_size: Positive = Field(default=32, description="rows per optimizer step, at most all there are")
+class RewardModelConfig(RowSection):
+    """Fields of reward models, which have those of every method that learns from rows."""
 
 
-class DpoConfig(Section):
+class DpoConfig(RowSection):
     loss: PairLoss = Field(
         default="sigmoid", description="loss: DPO (sigmoid), IPO per token (as TRL) or summed, KTO, ORPO or SimPO"
     )
@@ -218,9 +236,6 @@ class DpoConfig(Section):
         default=1.0, description="target reward margin (gamma of SimPO)"
     )
     batch_size: Positive = Field(default=32, description="pairs per optimizer step, at most all there are")
-    max_tokens: Positive | None = Field(
-        default=None, description="maximum tokens of prompt and answer together; null: the model's context length"
-    )
 
     @property
     def needs_reference(self) -> bool:

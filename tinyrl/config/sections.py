@@ -32,6 +32,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, le=LARGEST)]
 Weight = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Scale = Annotated[list[float], Field(min_length=2, max_length=2)]  # worst and best
+Betas = Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]  # of Adam
 Text = Annotated[str, Field(min_length=1)]
 Seed = Annotated[int, Field(ge=0, lt=10**18)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
@@ -509,6 +510,10 @@ class OptimConfig(Section):
     schedule: Schedule = Field(default="constant", description="learning rate schedule after the warm-up")
     warmup_steps: NonNegative = Field(default=0, description="steps of linear warm-up")
     weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(default=0.0, description="decoupled weight decay")
+    betas: Betas = Field(
+        default=[0.9, 0.999],
+        description="AdamW's decay rates of the mean gradient and the mean square, for policy and critic",
+    )
     max_grad_norm: PositiveFloat = Field(
         default=1.0, description="gradient clipping: maximum norm, for policy and critic separately"
     )

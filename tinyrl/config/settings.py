@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from typing import Any
@@ -84,7 +85,8 @@ def words_of(kind: Kind, *, brief: bool = False) -> list[str]:
     if kind["type"] == "array":
         item = allowed(kind["items"], brief=brief)
         items = "strings" if item == "text" else re.sub(r"^a (whole )?number", r"\1numbers", item)
-        return [f"a list of {items}"]
+        count = f"{kind['minItems']} " if "minItems" in kind and kind["minItems"] == kind.get("maxItems") else ""
+        return [f"a list of {count}{items}"]
     bounds = [name for name in LIMITS if name in kind and not (brief and abs(kind[name]) >= FAR)]
     limits = " and ".join(f"{LIMITS[name]} {kind[name]}" for name in bounds)
     if bounds == ["minimum", "maximum"]:
@@ -100,7 +102,8 @@ def describe(section: str) -> list[tuple[str, str, str]]:
     values: BaseModel = Config.model_fields[section].get_default(call_default_factory=True)
     rows = []
     for key, kind in fields_of(section).items():
-        default = dump_plain({key: getattr(values, key)}).partition(":")[2].strip()
+        value = getattr(values, key)
+        default = json.dumps(value) if isinstance(value, list) else dump_plain({key: value}).partition(":")[2].strip()
         marks = type(values).model_fields[key].metadata
         conditions = " and ".join(mark.words for mark in marks if isinstance(mark, OnlyIf))
         only = f"; only if {conditions}" if conditions else ""

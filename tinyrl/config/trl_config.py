@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinyrl.config.aliases import ALIASES
-from tinyrl.config.foreign_names import answer_of, home_of
+from tinyrl.config.foreign_names import answer_of, setting_named
 from tinyrl.config.foreign_values import Copy, ForeignNames
-from tinyrl.config.line_to_copy import copy_of, copy_of_own, line_of, remarks
+from tinyrl.config.line_to_copy import copy_of, line_of, remarks
 from tinyrl.config.methods import or_list
 from tinyrl.config.yaml_reader import parse_plain
 
@@ -29,6 +29,8 @@ DECIDING = (
     "lr_scheduler_type",
     "warmup_steps",
     "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
     "max_grad_norm",
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -143,20 +145,20 @@ def settings_of(
     notes = list[str]()
     refused = dict[str, str]()
     for name, value in values.items():
-        answer = answer_of(name, method) if name in ALIASES else None
-        home = home_of(name, method)
-        if answer is not None and answer.setting:
-            copies[name] = copy_of(name, answer.setting, value, given)
-        elif answer is None and home is not None:
-            copies[name] = copy_of_own(name, home, value, given)
-        elif name not in typed:
+        if setting_named(name, method):
+            copies[name] = copy_of(name, value, given)
+            continue
+        if name not in typed:
             continue  # a default of TRL's, of a matter that this method does not have
-        elif answer is None:
+        if name not in ALIASES:
             refused[name] = f"`{name}` is not known here"
-        elif answer.ours.is_needless:
-            notes.append(answer.in_words(name, name, method))
+            continue
+        answer = answer_of(name, method)
+        in_words = answer.in_words(name, name, method)
+        if answer.ours.is_needless:
+            notes.append(in_words)
         else:
-            refused[name] = answer.in_words(name, name, method)
+            refused[name] = in_words
     line = line_of(copies, given, beside)
     for name, why in line.without.items():
         if name in line.needless and name in typed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tinyrl.config.foreign_row import Foreign, cannot_be_set, not_needed, setting
 
+NOT_CUT = ", and a longer row is refused or dropped (task.on_overlong_prompt), not cut"
+
 WITHOUT_SETTING = (
     Foreign(
         "top_p top_k",
@@ -35,10 +37,10 @@ WITHOUT_SETTING = (
         not_needed("as many rows are computed together as the memory holds (generation.max_rows)"),
     ),
     Foreign(
-        "use_vllm vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization vllm_num_engines "
-        "vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep vllm_enable_sleep_mode vllm_max_model_length "
-        "vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size enforce_eager "
-        "free_cache_engine",
+        "use_vllm vllm_device vllm_mode vllm_gpu_memory_utilization rollout.name gpu_memory_utilization "
+        "vllm_num_engines vllm_tensor_parallel_size vllm_sync_backend vllm_enable_sleep vllm_enable_sleep_mode "
+        "vllm_max_model_length vllm_model_impl vllm_server_timeout vllm_group_port tensor_model_parallel_size "
+        "enforce_eager free_cache_engine",
         not_needed("completions are sampled in this process, or by a server that you start (generation.engine=server)"),
     ),
     Foreign(
@@ -49,11 +51,9 @@ WITHOUT_SETTING = (
         "max_seq_length max_length max_len",
         not_needed("prompts and completions have limits of their own: generation.max_prompt_tokens and max_new_tokens"),
         under={
-            "sft": cannot_be_set("a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"),
-            "reward": cannot_be_set(
-                "a row may be as long as the model's context (longer ones: task.on_overlong_prompt)"
-            ),
-            "dpo": setting("dpo.max_tokens"),
+            "sft": setting("sft.max_tokens", NOT_CUT),
+            "reward": setting("reward_model.max_tokens", NOT_CUT),
+            "dpo": setting("dpo.max_tokens", NOT_CUT),
         },
     ),
     Foreign("stop_token", not_needed("a completion ends at the tokenizer's EOS token")),
@@ -82,14 +82,17 @@ WITHOUT_SETTING = (
     Foreign(
         "delta clip_ratio_c dual_clip top_entropy_quantile sapo_temperature_neg sapo_temperature_pos "
         "off_policy_mask_threshold rpo_alpha ld_alpha f_divergence_type "
-        "loss_weights use_weighting neftune_noise_alpha center_rewards_coefficient "
-        "aux_loss_coef",
+        "loss_weights use_weighting neftune_noise_alpha aux_loss_coef",
         cannot_be_set("no loss here has that term"),
     ),
     Foreign(
-        "adam_beta1 adam_beta2 adam_epsilon adam_betas",
-        cannot_be_set("AdamW's betas are 0.9 and 0.999, its epsilon is 1e-8"),
+        "center_rewards_coefficient",
+        cannot_be_set(
+            "no loss here has that term; scores of a reward model are centred when it is saved: their mean over "
+            "training rows is subtracted"
+        ),
     ),
+    Foreign("adam_epsilon", cannot_be_set("AdamW's epsilon is 1e-8")),
     Foreign("lr_scheduler_kwargs", cannot_be_set("optim.schedule=cosine or linear ends at 0")),
     Foreign(
         "normalize_reward",
@@ -128,14 +131,14 @@ WITHOUT_SETTING = (
     ),
     Foreign("load_in_8bit", cannot_be_set("a frozen base is loaded as it is, or in 4 bits: model.quantization=4bit")),
     Foreign(
-        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_revision",
+        "push_to_hub hub_model_id hub_private_repo hub_strategy hub_token hub_revision hub_always_push",
         not_needed("a run is uploaded when you say so: `tinyrl export RUN --push USER/NAME`, with --private"),
     ),
     Foreign("remove_unused_columns", not_needed("all columns of a row reach the reward")),
     Foreign("shuffle_dataset", not_needed("each epoch is shuffled, by run.seed")),
     Foreign(
-        "deepspeed fsdp fsdp_config ddp_find_unused_parameters zero_stage ds3_gather_for_generation param_offload "
-        "optimizer_offload adam_offload",
+        "deepspeed fsdp fsdp_config ddp_find_unused_parameters ddp_backend ddp_timeout local_rank zero_stage "
+        "ds3_gather_for_generation param_offload optimizer_offload adam_offload",
         not_needed("a run is one process per GPU, with whole weights in each"),
     ),
     Foreign(
@@ -165,6 +168,9 @@ WITHOUT_SETTING = (
         "disable_tqdm do_train do_eval logging_dir logging_first_step logging_strategy log_level "
         "num_completions_to_print log_unique_prompts num_sample_generations save_only_model save_safetensors "
         "tf32 use_cpu torch_compile average_tokens_across_devices group_by_length "
+        "log_on_each_node save_on_each_node log_level_replica logging_nan_inf_filter include_num_input_tokens_seen "
+        "skip_memory_metrics torch_empty_cache_steps torch_compile_backend torch_compile_mode use_cache do_predict "
+        "dataloader_persistent_workers dataloader_in_order "
         "auto_find_batch_size project_name wandb_project wandb_run_name project trackio_space_id",
         not_needed("it does not change what is learnt"),
     ),

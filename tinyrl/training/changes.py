@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tinyrl.config.changes import Change, changed_settings
+from tinyrl.config.changes import Change, by_setting, changed_settings
 from tinyrl.config.methods import and_list
-from tinyrl.config.removed import given_removed
+from tinyrl.config.removed import given_removed, with_newer
 from tinyrl.config.rules import READS
 from tinyrl.config.schema import Config, without_secrets
 from tinyrl.data.images import Image
@@ -46,10 +46,27 @@ def check_changes(before: dict[str, Any], config: Config, *, since: str, allowed
     if method != config.method:
         raise ValueError(f"{since} was written by `tinyrl train {method}`; {config.method} cannot go on with it")
     changes = changed_settings(without_secrets(before), config.written())
+    changes += _newer_settings(before, config)
     for name, value in given_removed(before).items():
         changes.append(Change(setting=name, before=value, now=None, removed=True))
     refused = [change for change in changes if not (_is_longer(change) or config.only_keeps(change.setting))]
     refuse("settings have changed", refused, since=since, allowed=allowed)
+    return changes
+
+
+def _newer_settings(before: dict[str, Any], config: Config) -> list[Change]:
+    """List settings that overrides give, and that a checkpoint of an earlier version does not have: that version did
+    what their defaults do.
+    """
+    known = by_setting(with_newer(before))
+    changes = list[Change]()
+    for setting in config.given.typed:
+        section, _, name = setting.partition(".")
+        own = getattr(config, section)
+        default = type(own).model_fields[name].get_default(call_default_factory=True)
+        now = getattr(own, name)
+        if setting not in known and now != default:
+            changes.append(Change(setting=setting, before=default, now=now))
     return changes
 
 

@@ -65,11 +65,6 @@ class Dpo(RowMethod):
         held_out = torch.zeros(len(self.held_out), 3)
         self.reference: dict[Split, Tensor] = {"training": train, "held-out": held_out}
 
-    @property
-    def limit(self) -> tuple[int, str]:
-        most = self.config.dpo.max_tokens
-        return (most, f"dpo.max_tokens={most}") if most and most <= self.policy.positions else super().limit
-
     def examples(self, row: Row, variables: dict[str, Any]) -> list[Example]:
         """Put both sides behind the tokens that their prompts have in common. Every turn of the assistant is learnt."""
         pair = preference(row)

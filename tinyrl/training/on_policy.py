@@ -114,8 +114,7 @@ class OnPolicy(Method):
         section = self.config.on_policy
         updates = 1
         if isinstance(section, PolicyGradientSection):
-            minibatch_size = section.minibatch_size or section.batch_size
-            updates = section.num_epochs * (section.batch_size // minibatch_size)
+            updates = section.num_epochs * (section.batch_size // section.update_size)
         sampled = f"{section.num_prompts:,} prompts x {section.group_size} = {section.batch_size:,} completions"
         steps = "1 optimizer step" if updates == 1 else f"{updates:,} optimizer steps"
         return f"{super().epoch_note()}; a step is {sampled}, {steps}"
@@ -160,8 +159,7 @@ class OnPolicy(Method):
         use a step's samples. With one, the old ones are the training pass's own, detached, so the ratio is exactly 1.
         """
         section = self.config.policy_gradient
-        minibatch_size = section.minibatch_size or section.batch_size
-        return section.num_epochs > 1 or minibatch_size < section.batch_size
+        return section.num_epochs > 1 or section.update_size < section.batch_size
 
     def samples_exactly(self, run: Run) -> bool:
         """Return whether the engine's log-probabilities equal a training pass's, up to rounding: the engine says so,

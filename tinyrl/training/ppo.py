@@ -251,7 +251,7 @@ class Ppo(OnPolicy):
         """Return the text of an optimizer step: the next PTX_ROWS rows of a stream of shuffled epochs."""
         config = self.config.ppo
         size = min(PTX_ROWS, len(self.text))  # none twice in a batch, but where an epoch ends in it
-        minibatches = -(-config.batch_size // (config.minibatch_size or config.batch_size))
+        minibatches = config.batch_size // config.update_size
         number = run.state.step * config.num_epochs * minibatches + run.update
         rows = batch_indices(self.config.run.seed, number, num_prompts=size, num_rows=len(self.text))
         return [example for row in rows for example in self.text[row]]

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any
 
 from tinyrl.config.derive import with_num_steps
+from tinyrl.config.method_sections import RowSection
 from tinyrl.data.formats import beginning
 from tinyrl.data.kinds import EQUAL, leave_out
 from tinyrl.data.messages import Prompt
@@ -117,12 +118,22 @@ class RowMethod(Method):
     @property
     def limit(self) -> tuple[int, str]:
         """Return most tokens of an example, and what limits them."""
-        return self.policy.positions, f"the model's context length of {self.policy.positions}"
+        positions = self.policy.positions
+        most = self.section.max_tokens
+        if most is not None and most <= positions:
+            return most, f"{self.config.trains.section}.max_tokens={most}"
+        return positions, f"the model's context length of {positions}"
+
+    @property
+    def section(self) -> RowSection:
+        """Return the section of the method."""
+        own = self.config.own
+        assert isinstance(own, RowSection), self.config.method
+        return own
 
     @property
     def batch_size(self) -> int:
-        size: int = self.config.own.batch_size
-        return min(size, len(self.train_rows))
+        return min(self.section.batch_size, len(self.train_rows))
 
     @property
     def rows_of_epoch(self) -> tuple[int, int]:

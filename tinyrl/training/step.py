@@ -228,7 +228,13 @@ class RoleOptimizer:
     """
 
     def __init__(
-        self, parameters: Parameters, *, learning_rate: float, weight_decay: float, kind: OptimizerKind = "adamw"
+        self,
+        parameters: Parameters,
+        *,
+        learning_rate: float,
+        weight_decay: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        kind: OptimizerKind = "adamw",
     ) -> None:
         self.parameters = parameters
         self.learning_rate = learning_rate
@@ -244,7 +250,7 @@ class RoleOptimizer:
             {"params": [p for p in parameters.values() if p.dim() >= 2], "weight_decay": weight_decay},
             {"params": [p for p in parameters.values() if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=(0.9, 0.999))
+        self.optimizer = adamw([g for g in groups if g["params"]], lr=learning_rate, betas=betas)
 
     @property
     def missing_bytes(self) -> int:
@@ -264,7 +270,8 @@ class RoleOptimizer:
 def role_optimizers(optim: OptimConfig, parameters: dict[str, Parameters]) -> dict[str, RoleOptimizer]:
     """Make an optimizer for each role that is trained, the critic's with its own learning rate."""
     rates = {"policy": optim.learning_rate, "critic": optim.critic_learning_rate}
-    how = {"weight_decay": optim.weight_decay, "kind": optim.optimizer}
+    of_mean, of_square = optim.betas
+    how: Any = {"weight_decay": optim.weight_decay, "betas": (of_mean, of_square), "kind": optim.optimizer}
     return {role: RoleOptimizer(p, learning_rate=rates[role] or 0.0, **how) for role, p in parameters.items()}
 
 
