@@ -294,7 +294,7 @@ class OpenedRun:
 
             launch = resume(
                 self._folder,
-                prepare(config),
+                prepare(config, goes_on=True),
                 options=options,
                 allow_config_change=allow_config_change,
                 on_step=on_step,

@@ -122,14 +122,15 @@ READS = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
 
 
 def prepared_without_images(
-    folder: Path, row: dict[str, Any], *, config: dict[str, Any], **sections: Any
+    folder: Path, row: dict[str, Any], *, config: dict[str, Any], goes_on: bool = False, **sections: Any
 ) -> PreparedRun:
     """Prepare a run on two rows of which one has something of an image, of a model of which there is config.json."""
     (folder / "rewards.py").write_text("def score(completions, **columns):\n    return [0.0] * len(completions)\n")
     data = write_rows(folder / "rows.jsonl", [{**ASKED, **row}, ASKED])
     (folder / "config.json").write_text(json.dumps(config))
     task = {"data": str(data), "eval_data": str(write_rows(folder / "eval.jsonl", [ASKED]))}
-    return prepare(config_of({"method": "grpo", "model": {"path": str(folder)}, "task": task, **sections}))
+    given = {"method": "grpo", "model": {"path": str(folder)}, "task": task, **sections}
+    return prepare(config_of(given), goes_on=goes_on)
 
 
 @pytest.mark.parametrize(("row", "named"), LOST)
@@ -157,6 +158,14 @@ def test_what_seems_an_image_is_noted_where_rows_are_said_to_be_text(
         prepared_without_images(tmp_path, row, config=SEES, **READS)
     model = {"path": str(tmp_path), "with_images": True}
     [note] = prepared_without_images(tmp_path, row, config=SEES, **READS, model=model).rows.notes
+    assert named in note
+
+
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_a_run_has_trained_on_as_text_is_noted_where_it_goes_on(
+    tmp_path: Path, row: dict[str, Any], named: str
+) -> None:
+    [note] = prepared_without_images(tmp_path, row, config=SEES, goes_on=True).rows.notes
     assert named in note
 
 

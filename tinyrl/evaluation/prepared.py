@@ -13,7 +13,7 @@ from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked,
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.rollout.preflight import check_images, check_named, check_sees_images, check_task
-from tinyrl.rollout.prepared import PreparedRun, unshown_notes, with_tower
+from tinyrl.rollout.prepared import PreparedRun, check_shown, unshown_images, with_tower
 from tinyrl.tasks import task_of
 from tinyrl.tasks.run_rows import rows_of_run
 
@@ -109,7 +109,7 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
         if rows.has_images:
             check_images(config)
         if not asked.as_it_is:  # a run that was trained so is evaluated so
-            unshown_notes(config, rows)
+            check_shown(config, unshown_images(config, rows))
         return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
 
 
