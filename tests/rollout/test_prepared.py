@@ -118,7 +118,7 @@ def test_an_evaluation_refuses_images_for_a_model_without_a_tower(tmp_path: Path
 
 
 LOST = [({"prompt": "<image>what?"}, "<image>"), ({"picture": "red.png"}, "`picture`")]  # what a row has of an image
-READS = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
+READS: dict[str, Any] = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
 
 
 def prepared_without_images(
