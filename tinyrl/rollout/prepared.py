@@ -51,7 +51,7 @@ def prepare(config: Config, *, goes_on: bool = False) -> PreparedRun:
         unshown = unshown_images(config, rows)
         if not goes_on:
             check_shown(settings.config, unshown)
-        rows = replace(rows, notes=[*rows.notes, *(f"warning: {one}: the model does not see it" for one in unshown)])
+        rows = replace(rows, notes=[*rows.notes, *warnings_of(unshown)])
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)
@@ -63,6 +63,10 @@ def unshown_images(config: Config, rows: RunRows) -> list[str]:
     """Return sentences on what seems to be an image and is read as text, or not at all."""
     columns = [] if config.environment.agent is not None else rows.unshown_columns()
     return [*rows.unshown_places(), *columns]
+
+
+def warnings_of(unshown: list[str]) -> list[str]:
+    return [f"warning: {sentence}: the model does not see it" for sentence in unshown]
 
 
 def check_shown(config: Config, unshown: list[str]) -> None:
