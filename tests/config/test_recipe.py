@@ -284,6 +284,7 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         # the length of the run, and shares of it: ceil(0.1 x 25) = 3 optimizer steps, two of them a step
         ("grpo", ["max_steps=-1", "num_train_epochs=2"], "run.epochs=2"),
         ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=1.0"], "run.num_steps=25"),  # 1.0 is no share
+        ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_steps=10.0"], "run.num_steps=25 optim.warmup_steps=10"),
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],
          "run.num_steps=13 optim.warmup_steps=2 grpo.num_epochs=2"),
         ("grpo", ["max_steps=-1", "warmup_ratio=0.1", "seed=1"], "run.seed=1"),

@@ -306,7 +306,8 @@ def in_steps(setting: str, value: Any, given: ForeignNames) -> Copy:
         if value and not longest:
             return Copy(without="a share of the run: give optim.warmup_steps")
         count = math.ceil(value * longest)
-    if isinstance(count, float) and count.is_integer():
+    is_share = is_warmup and given.has("warmup_ratio")
+    if isinstance(count, float) and count.is_integer() and not is_share:
         count = int(count)
     if type(count) is not int:
         return Copy(without="a number of steps here")
