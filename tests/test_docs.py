@@ -211,6 +211,8 @@ def test_the_table_of_findings_has_each_of_them() -> None:
     documented = set(re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE))
     assert documented == names_of_findings()
     assert len(documented) == len({*checks})
+    [counted] = re.findall(r"(\d+) findings", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert int(counted) == len(documented)
 
 
 def rows_on_a_gpu() -> dict[str, list[list[float]]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import operator
 import os
 import signal
 import sys
@@ -139,9 +140,19 @@ def train(
         )
         if seeds is None:
             return asked.train(name=name, output_dir=folder, overwrite=overwrite, **how)
-        chosen = seeds if isinstance(seeds, int) else [*seeds]
-        runs = prepare_seeds(asked.config(), seeds=chosen, name=name, output_dir=folder, overwrite=overwrite)
+        runs = prepare_seeds(
+            asked.config(), seeds=whole_numbers(seeds), name=name, output_dir=folder, overwrite=overwrite
+        )
     return _train_seeds(runs, asked, **how)
+
+
+def whole_numbers(seeds: int | Sequence[int]) -> int | list[int]:
+    """Return how many seeds, or which, as Python's own numbers. Raises ValueError for what is none, such as text."""
+    try:
+        return [operator.index(seed) for seed in seeds] if isinstance(seeds, Iterable) else operator.index(seeds)
+    except TypeError:
+        shown = truncate(repr(seeds), 60)
+        raise ValueError(f"seeds={shown}: a number of seeds, such as 3, or the seeds themselves: [3, 7, 11]") from None
 
 
 @dataclass(frozen=True)
@@ -294,7 +305,7 @@ class OpenedRun:
 
             launch = resume(
                 self._folder,
-                prepare(config),
+                prepare(config, goes_on=True),
                 options=options,
                 allow_config_change=allow_config_change,
                 on_step=on_step,
@@ -348,8 +359,13 @@ class OpenedSeeds(Sequence[OpenedRun]):
         return len(self._runs)
 
     def report(self) -> Report:
-        """Write the report of all seeds anew, and show the page in a notebook."""
-        return Report(write_overlay([run.path for run in self if run.metrics], self.path)[0])
+        """Write the report of all seeds anew, and show the page in a notebook. Raises ValueError where no seed has a
+        finished step.
+        """
+        begun = [run.path for run in self if run.metrics]
+        if not begun:
+            raise ValueError(f"{self.path}: no seed has a finished step yet")
+        return Report(write_overlay(begun, self.path)[0])
 
     def __repr__(self) -> str:
         return "\n".join(map(repr, self._runs))

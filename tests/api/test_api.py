@@ -22,7 +22,7 @@ import tinyrl
 from tests import running
 from tests.tiny_models import TinyModels
 from tests.varied_reward import variety
-from tinyrl.api import OpenedRun, alone, overrides_from
+from tinyrl.api import OpenedRun, OpenedSeeds, alone, overrides_from, whole_numbers
 from tinyrl.config.given import apply_overrides
 from tinyrl.data.sources import placed_rows
 from tinyrl.process.errors import CodeChanged
@@ -157,6 +157,22 @@ def test_seeds_are_the_runs_one_by_one_and_the_same_call_goes_on(
     before = (seeds[1].path / "metrics.jsonl").stat().st_mtime_ns
     run_of(tiny, tmp_path, seeds=2, name="x")
     assert (seeds[1].path / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("given", "seeds"), [(3, 3), ([3, 7], [3, 7]), (range(2), [0, 1]), (np.array([4, 2]), [4, 2])])
+def test_seeds_are_how_many_or_which(given: Any, seeds: int | list[int]) -> None:
+    assert whole_numbers(given) == seeds
+
+
+@pytest.mark.parametrize("given", ["37", 2.0, [0.5, 2], ["3", "7"], None])
+def test_seeds_that_are_no_whole_numbers_are_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match="seeds="):
+        whole_numbers(given)
+
+
+def test_a_report_of_seeds_without_a_step_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no seed has a finished step"):
+        OpenedSeeds(tmp_path, [], exit_code=4).report()
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def refused(*arguments: str) -> str:
         ("train --resume x --from x", "--resume"),
         ("train --from runs/none@3", "runs/none"),
         ("train grpo --allow-config-change", "--resume"),
-        ("eval runs/mine optim.learning_rate=1", "reward, generation and task"),
+        ("eval runs/mine optim.learning_rate=1", "reward, generation, task"),
         ("eval reward.model=starter", "which run, checkpoint or model?"),
         ("eval a b --vs base", "--vs base"),
         ("eval a b --split train", "--split train"),

@@ -25,6 +25,40 @@ def test_changed_settings_have_both_values() -> None:
     ]
 
 
+JUDGE = {"use": "judge", "weight": 1.0, "criteria": [{"text": "right", "scale": None}]}  # of an earlier version
+
+
+@pytest.mark.parametrize(
+    ("now", "is_changed"),
+    [
+        ({**JUDGE, "column": None}, False),
+        ({**JUDGE, "criteria": [{"text": "right", "scale": None, "name": None}]}, False),
+        ({**JUDGE, "column": "rubrics"}, True),
+        ({**JUDGE, "weight": 0.0}, True),
+        ({**JUDGE, "criteria": [{"text": "wrong", "scale": None}]}, True),
+        ({**JUDGE, "criteria": []}, True),
+        ({"use": "judge", "criteria": JUDGE["criteria"]}, True),
+    ],
+)
+def test_a_field_of_a_judge_that_another_version_wrote_is_no_change(now: dict[str, object], is_changed: bool) -> None:
+    before = {"reward": {"functions": [JUDGE]}}
+    assert bool(changed_settings(before, {"reward": {"functions": [now]}})) == is_changed
+    assert changed_settings(before, {"reward": {"functions": [now, now]}})
+
+
+def test_a_mapping_has_other_keys_where_they_are_others() -> None:
+    before = {"task": {"columns": {"prompt": "question"}}}
+    assert changed_settings(before, {"task": {"columns": {"prompt": "question", "answer": "a"}}})
+
+
+def test_a_run_with_a_judge_of_an_earlier_version_goes_on() -> None:
+    judge = {"use": "judge", "url": "http://127.0.0.1:9", "model": "m", "rubric": "rubric.txt"}
+    config = config_of({"method": "grpo", "task": {"name": "sort"}, "reward": {"functions": [judge]}})
+    before = config.model_dump(mode="json")
+    del before["reward"]["functions"][0]["criteria_column"]
+    assert check_changes(before, config, since="step-000010", allowed=False) == []
+
+
 def test_an_error_names_the_first_three_changes() -> None:
     config = load_config("grpo", None, overrides=[])
     before = config.model_dump(mode="json")

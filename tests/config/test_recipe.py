@@ -291,6 +291,7 @@ def test_unknown_names_hide_no_other_mistake(recipe: Callable[..., str]):
         ("grpo", ["full_determinism=true"], "run.deterministic=true"),
         # 1.0 of a ratio is the whole run, and 1.0 step is one
         ("grpo", ["max_steps=25", "warmup_ratio=1.0"], "run.num_steps=25 optim.warmup_steps=25"),
+        ("grpo", ["max_steps=25", "warmup_steps=10.0"], "run.num_steps=25 optim.warmup_steps=10"),
         ("grpo", ["max_steps=25", "warmup_steps=1.0"], "run.num_steps=25 optim.warmup_steps=1"),
         ("grpo", ["max_steps=25", "num_train_epochs=2", "warmup_ratio=2"], "run.num_steps=25"),  # no share
         ("grpo", ["max_steps=25", "warmup_ratio=0.1", "num_iterations=2"],

@@ -196,15 +196,11 @@ def test_a_function_that_weighs_nothing_drops_no_row_and_saves_none(tmp_path: Pa
     torch.testing.assert_close(sheet.scores[:, 1], torch.tensor([nan, nan, 7.0, 2.0]), equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "names"),
-    [("none", ["rows"]), ("some", ["rows", "environment"]), ("all", ["environment"])],
-)
-def test_an_environment_that_rewards_every_episode_replaces_the_verifier(rewards: Rewards, names: list[str]) -> None:
-    """Replies that may hold rewards are added to it, as nobody knows before whether they do."""
+def scorer_beside(rewards: Rewards) -> Scorer:
+    """Return the rewards of task `rows` beside an environment that rewards such episodes."""
     environment = Environment()
     environment.rewards = rewards
-    scorer = Scorer(
+    return Scorer(
         RewardConfig(),
         load_task("rows"),
         tokenizer=tiny_tokenizer(),
@@ -213,11 +209,30 @@ def test_an_environment_that_rewards_every_episode_replaces_the_verifier(rewards
         micro_batches=MicroBatches(torch.device("cpu")),
         environment=environment,
     )
+
+
+@pytest.mark.parametrize(
+    ("rewards", "names", "noted"),
+    [
+        ("none", ["rows"], []),
+        ("some", ["rows", "environment"], ["added"]),
+        ("all", ["environment"], ["in place of"]),
+    ],
+)
+def test_an_environment_that_rewards_every_episode_replaces_the_verifier(
+    rewards: Rewards, names: list[str], noted: list[str]
+) -> None:
+    """Replies that may hold rewards are added to it, as nobody knows before whether they do."""
+    scorer = scorer_beside(rewards)
     assert scorer.names == names
-    prompt = PreparedPrompt(0, {"prompt": "a", "answer": "b"}, "a", "a", [1], "")
-    notes, warnings = scorer.check([prompt])
-    assert [note for note in notes if "added" in note] == notes[: names == ["rows", "environment"]]
+    notes, warnings = scorer.check([PreparedPrompt(0, {"prompt": "a", "answer": "b"}, "a", "a", [1], "")])
+    assert [word for word in ("added", "in place of") if any(word in note for note in notes)] == noted
     assert not warnings  # gold is no episode, which alone an environment rewards
+
+
+def test_an_environment_that_rewards_replaces_no_verifier_of_rows_without_answers() -> None:
+    notes, _ = scorer_beside("all").check([PreparedPrompt(0, {"prompt": "a"}, "a", "a", [1], "")])
+    assert notes == []
 
 
 def test_metrics_time_the_slowest_row_and_count_completions_that_differ_in_white_space(

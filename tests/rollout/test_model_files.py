@@ -9,10 +9,11 @@ import pytest
 from safetensors.numpy import save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from tests.tiny_models import TinyModels
-from tinyrl.rollout.model_files import Weights, model_refusals
+from tinyrl.rollout.model_files import KEEPS_NAMES, Weights, model_refusals
 from tinyrl.runs.resolve import config_of
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50}
@@ -62,6 +63,8 @@ def test_what_the_files_exclude_is_refused(
         ({}, {"lora": {"r": 32}}),
         ({}, {"lora": {"target_modules": ["q_prj", "q_proj"]}}),  # PEFT needs one of them
         ({}, {"lora": {"target_modules": ["0.mlp.down_proj"]}}),
+        ({}, {"lora": {"target_modules": ["model.language_model.layers.0.mlp.down_proj"]}}),
+        ({"model_type": "hrm_text"}, {"lora": {"target_modules": ["v_proj"]}}),  # whose layers loading renames
         ({}, {"lora": {"target_modules": ["lm_head"]}}),  # tied to the embedding, it is in no file
         ({}, {"lora": {"target_parameters": "peft"}}),
         ({"num_experts": 4}, {"lora": {"target_parameters": "experts", "target_modules": ["gate_up_proj"]}}),
@@ -79,6 +82,10 @@ def test_what_is_near_it_is_not(tmp_path: Path, config: dict[str, Any], sections
     assert refused(tmp_path, {**LLAMA, **config}, sections) == []
 
 
+def test_loading_renames_no_layer_of_types_that_keep_their_names() -> None:
+    assert [kind for kind in (*KEEPS_NAMES, "hrm_text") if get_checkpoint_conversion_mapping(kind)] == ["hrm_text"]
+
+
 def test_of_a_hub_name_and_of_damaged_files_nothing_is_known(tmp_path: Path) -> None:
     values = {"method": "grpo", "lora": {"target_modules": ["x"], "r": 500}}
     assert [*model_refusals(config_of({**values, "model": {"path": "owner/name"}}))] == []
@@ -94,5 +101,5 @@ def test_every_layer_that_is_loaded_is_in_the_headers(tiny: TinyModels, kind: st
     assert weights is not None
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     layers = [(name, module) for name, module in loaded.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    assert all(weights.has(name.rpartition(".")[2]) for name, _ in layers)
+    assert all(weights.has(name) for name, _ in layers)
     assert weights.rank >= max(min(module.weight.shape) for _, module in layers)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tests.images import image_file
 from tests.training.rows import write_rows
 from tinyrl.cli.commands import app
+from tinyrl.config.recipe import dump_config
 from tinyrl.evaluation.prepared import prepare_evaluation
 from tinyrl.evaluation.targets import Asked
 from tinyrl.rollout.prepared import PreparedRun, prepare
@@ -118,18 +119,19 @@ def test_an_evaluation_refuses_images_for_a_model_without_a_tower(tmp_path: Path
 
 
 LOST = [({"prompt": "<image>what?"}, "<image>"), ({"picture": "red.png"}, "`picture`")]  # what a row has of an image
-READS = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
+READS: dict[str, Any] = {"reward": {"functions": [{"use": "rewards.py:score"}]}}
 
 
 def prepared_without_images(
-    folder: Path, row: dict[str, Any], *, config: dict[str, Any], **sections: Any
+    folder: Path, row: dict[str, Any], *, config: dict[str, Any], goes_on: bool = False, **sections: Any
 ) -> PreparedRun:
     """Prepare a run on two rows of which one has something of an image, of a model of which there is config.json."""
     (folder / "rewards.py").write_text("def score(completions, **columns):\n    return [0.0] * len(completions)\n")
     data = write_rows(folder / "rows.jsonl", [{**ASKED, **row}, ASKED])
     (folder / "config.json").write_text(json.dumps(config))
     task = {"data": str(data), "eval_data": str(write_rows(folder / "eval.jsonl", [ASKED]))}
-    return prepare(config_of({"method": "grpo", "model": {"path": str(folder)}, "task": task, **sections}))
+    given = {"method": "grpo", "model": {"path": str(folder)}, "task": task, **sections}
+    return prepare(config_of(given), goes_on=goes_on)
 
 
 @pytest.mark.parametrize(("row", "named"), LOST)
@@ -178,12 +180,59 @@ def test_a_place_that_stays_text_beside_an_image_is_noted(tmp_path: Path, conten
     assert len([note for note in notes if "<image>" in note]) == count
 
 
+@pytest.mark.parametrize(("row", "named"), LOST)
+def test_what_a_run_has_trained_on_as_text_is_noted_where_it_goes_on(
+    tmp_path: Path, row: dict[str, Any], named: str
+) -> None:
+    [note] = prepared_without_images(tmp_path, row, config=SEES, goes_on=True).rows.notes
+    assert named in note
+
+
 def test_an_evaluation_refuses_what_seems_an_image_where_a_model_sees_images(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SEES))
     for row, is_refused in (({"prompt": "<image>what?"}, True), ({}, False)):
         data = str(write_rows(tmp_path / "rows.jsonl", [{**ASKED, **row}]))
         with pytest.raises(ValueError, match="<image>") if is_refused else nullcontext():
             prepare_evaluation(str(tmp_path), Asked(data=data))
+
+
+def test_an_evaluation_of_a_model_takes_rows_that_are_said_to_be_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SEES))
+    data = str(write_rows(tmp_path / "rows.jsonl", [{**ASKED, "prompt": "<image>what?"}]))
+    found = prepare_evaluation(str(tmp_path), Asked(data=data, settings=("model.with_images=true",)))
+    assert found.sampled is not None
+    assert found.sampled.config.model.with_images
+
+
+@pytest.mark.parametrize(("prompt", "asked", "count"), [
+    ("<image>what?", {"data": "rows.jsonl"}, 1),
+    ("what?", {"data": "rows.jsonl"}, 0),
+    ("<image>what?", {"settings": ("generation.temperature=0.5",)}, 0),  # of its own rows the run has warned
+])  # fmt: skip
+def test_an_evaluation_of_a_run_warns_of_what_seems_an_image(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompt: str,
+    asked: dict[str, Any],
+    count: int,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SEES))
+    write_rows(tmp_path / "rows.jsonl", [{**ASKED, "prompt": prompt}])
+    config = config_of({"method": "grpo", "model": {"path": str(tmp_path)}, "task": {"data": "rows.jsonl"}})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    with pytest.raises(ValueError, match="no checkpoint"):  # which is looked for when rows have been read
+        prepare_evaluation("run", Asked(**asked))
+    assert capsys.readouterr().err.count("<image>") == count
+
+
+def test_a_run_is_evaluated_with_the_class_of_its_training(tmp_path: Path) -> None:
+    config = config_of({"method": "grpo", "task": {"name": "sort"}})
+    (tmp_path / "config.yaml").write_text(dump_config(config))
+    with pytest.raises(ValueError, match=r"model\.with_images is for a model"):
+        prepare_evaluation(str(tmp_path), Asked(settings=("model.with_images=true",)))
 
 
 def test_rows_that_are_trained_on_and_evaluated_are_counted_once(tmp_path: Path) -> None:

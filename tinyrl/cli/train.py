@@ -124,7 +124,7 @@ def resumed(
 
     config = changed_config(opened, words)
     tell_code(opened.path, config)
-    prepared = prepare(config)
+    prepared = prepare(config, goes_on=True)
     from tinyrl.training import launch  # with torch
 
     return launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)

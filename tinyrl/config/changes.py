@@ -25,8 +25,25 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[Change
     """List settings with two values, by name. One that only one side has is left out: another version wrote it."""
     before = by_setting(before)
     now = by_setting(now)
-    shared = sorted(before.keys() & now.keys())
-    return [Change(setting=name, before=before[name], now=now[name]) for name in shared if before[name] != now[name]]
+    changed = [name for name in sorted(before.keys() & now.keys()) if not is_same(before[name], now[name])]
+    return [Change(setting=name, before=before[name], now=now[name]) for name in changed]
+
+
+def is_same(before: Any, now: Any) -> bool:
+    """Compare values of a setting. Of objects in a list (reward.functions) a field that only one side has is left out
+    too, unless it holds something.
+    """
+    if not isinstance(before, list) or not isinstance(now, list):
+        return before == now
+    return len(before) == len(now) and all(map(_is_same_entry, before, now))
+
+
+def _is_same_entry(before: Any, now: Any) -> bool:
+    if not isinstance(before, dict) or not isinstance(now, dict):
+        return is_same(before, now)
+    shared = before.keys() & now.keys()
+    of_one_side = [value for name, value in {**before, **now}.items() if name not in shared]
+    return not any(of_one_side) and all(is_same(before[name], now[name]) for name in shared)
 
 
 def by_setting(values: dict[str, Any]) -> dict[str, Any]:

@@ -371,9 +371,8 @@ def _sizes_of_ppo(given: ForeignNames) -> Copy:
     if rollout % parts:
         return Copy(without=f"{rollout} completions are not {parts} minibatches of the same size")
     minibatch = "null" if parts == 1 else rollout // parts
-    counted = (
-        f"ppo.num_prompts is counted: {rollout} completions of a step{f', in {parts} minibatches' if parts > 1 else ''}"
-    )
+    in_parts = f", in {parts} minibatches" if parts > 1 else ""
+    counted = f"ppo.num_prompts is counted: {rollout} completions of a step{in_parts}"
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
     return Copy(
         line=f"ppo.num_prompts={prompts} ppo.minibatch_size={minibatch}", counted=counted + given.assumed(*names)
@@ -470,7 +469,9 @@ def _with_parts(name: str, config: object, split: object) -> str:
     """Return the name of a data set of the hub with its configuration and its split; any other name as it is."""
     if not ON_THE_HUB.fullmatch(name):
         return name
-    return f"{name}{f':{config}' if config else ''}{f'@{split}' if split else ''}"
+    of_config = f":{config}" if config else ""
+    of_split = f"@{split}" if split else ""
+    return f"{name}{of_config}{of_split}"
 
 
 def part_of_dataset(setting: str, value: Any, given: ForeignNames) -> Copy:

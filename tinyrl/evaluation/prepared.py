@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from tinyrl.config.refusal import refusals_at
@@ -10,10 +11,11 @@ from tinyrl.data.formats import ANSWERS, PAIR
 from tinyrl.data.sources import placed_rows
 from tinyrl.evaluation.side import OwnSide, own_side
 from tinyrl.evaluation.targets import A_JUDGE, Asked, Side, Target, check_asked, find, find_side, locate
+from tinyrl.process.launched import launched
 from tinyrl.rewards.budget import check_judge_budgets
 from tinyrl.rewards.rubric import check_rubrics
 from tinyrl.rollout.preflight import check_images, check_named, check_sees_images, check_task
-from tinyrl.rollout.prepared import PreparedRun, unshown_notes, with_tower
+from tinyrl.rollout.prepared import PreparedRun, check_shown, unshown_images, warnings_of, with_tower
 from tinyrl.tasks import task_of
 from tinyrl.tasks.run_rows import rows_of_run
 
@@ -62,8 +64,9 @@ def _prepared(first: Target, others: list[Side], asked: Asked) -> PreparedEvalua
     check_asked(first, asked)
     for side in others:
         _check_pair(first, side)
-    sampled = _with_rows(first.sampled, asked)
-    measured = _with_rows(first.measured, asked)
+    of_run = first.run is not None
+    sampled = _with_rows(first.sampled, asked, of_run=of_run)
+    measured = _with_rows(first.measured, asked, of_run=of_run)
     have_images = any(prepared is not None and prepared.rows.has_images for prepared in (sampled, measured))
     for side in others:
         if have_images and isinstance(side, Target) and (theirs := side.sampled or side.measured) is not None:
@@ -93,8 +96,10 @@ def _check_pair(first: Target, side: Side) -> None:
         raise ValueError(f"--vs {side.path}: a policy and a reward model have no number in common")
 
 
-def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
-    """Load the task and the rows of a configuration; settings that somebody has asked for are checked first."""
+def _with_rows(config: Config | None, asked: Asked, *, of_run: bool) -> PreparedRun | None:
+    """Load the task and the rows of a configuration; settings that somebody has asked for are checked first. What seems
+    an image and is not shown is refused for a model, and a warning for a run, whose class is that of its training.
+    """
     if config is None:
         return None
     with refusals_at(config.given.places):
@@ -108,8 +113,12 @@ def _with_rows(config: Config | None, asked: Asked) -> PreparedRun | None:
         rows = rows_of_run(config, task)
         if rows.has_images:
             check_images(config)
-        if not asked.as_it_is:  # a run that was trained so is evaluated so
-            unshown_notes(config, rows)
+        unshown = unshown_images(config, rows)
+        if not of_run:
+            check_shown(config, unshown)
+        elif asked.other_rows and launched().rank == 0:  # of its own rows the run has warned
+            for warning in warnings_of(unshown):
+                print(warning, file=sys.stderr)
         return PreparedRun(config=with_tower(config, rows), task=task, rows=rows)
 
 

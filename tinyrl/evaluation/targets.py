@@ -37,6 +37,7 @@ ROWS = ("data", "eval_data", "revision", "columns", "max_samples")  # task setti
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
 TOWER = "model.with_images"  # of a model: a run has been trained with a tower or without one
 CHAT = ("task", "environment", "reward", TOWER, "generation.stop", *(f"generation.{name}" for name in SAMPLING))
+EVALUATION = ("reward", "generation", "task", TOWER)
 SERVE = ("task.chat_template_kwargs", TOWER, "generation.engine", *(f"generation.{name}" for name in SAMPLING))
 
 
@@ -107,7 +108,7 @@ def find(path: str, asked: Asked) -> Target:
         raise ValueError(f"--split {asked.split!r}: allowed are eval and train")
     if asked.task is not None:
         load_task(asked.task)
-    _check_settings(asked.settings, ("reward", "generation", "task"))
+    _check_settings(asked.settings, EVALUATION)
     run = named_run(path)
     judged = asked.task is not None or asked.other_reward
     if run is None:
@@ -116,6 +117,7 @@ def find(path: str, asked: Asked) -> Target:
             raise ValueError(not_a_run(path) + ("" if holds_runs(path) else hint))
         check_model_path("model", path)
         return Target(path, None, _as_asked(_of_model(path, task=asked.task or "rows"), asked))
+    _refuse_tower(asked.settings)
     config = open_run(run).read_config()
     tell_code(run, config)
     if config.trains.samples:
@@ -146,8 +148,7 @@ def policy_at(path: str, settings: list[str], *, takes: tuple[str, ...] = CHAT) 
         check_model_path("model", path)
         config = _of_model(path)
     else:
-        if any(setting.partition("=")[0] == TOWER for setting in settings):
-            raise ValueError(f"{TOWER} is for a model: the weights of a run are of the class that it was trained as")
+        _refuse_tower(settings)
         config = open_run(run).read_config()
         if not config.trains.policy:
             raise ValueError(f"{path} is a reward model, which writes nothing")
@@ -239,6 +240,12 @@ def _check_settings(settings: Sequence[str], takes: tuple[str, ...]) -> None:
             meant = setting_named(key, None)
             near = f". Did you mean `{meant}`?" if meant and _is_of(meant, takes) else ""
             raise ValueError(f"override '{truncate(setting)}': here only settings of {and_list([*takes])} count{near}")
+
+
+def _refuse_tower(settings: Sequence[str]) -> None:
+    """Raise ValueError for a run that is to be loaded with a vision tower, or without one."""
+    if any(setting.partition("=")[0] == TOWER for setting in settings):
+        raise ValueError(f"{TOWER} is for a model: the weights of a run are of the class that it was trained as")
 
 
 def _is_of(key: str, takes: tuple[str, ...]) -> bool:

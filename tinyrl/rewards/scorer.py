@@ -162,6 +162,7 @@ class Scorer:
         self.environment_rewards: Rewards = "none" if environment is None else environment.rewards
         needs_verifier = needed and self.environment_rewards == "none"
         is_replaced = self.environment_rewards == "all"  # by a class with get_reward, as by reward functions
+        self.replaces_verifier = config.is_verifier and is_replaced and task.has_verifier
         self.uses_verifier = config.is_verifier and not is_replaced and (needs_verifier or task.has_verifier)
         if self.uses_verifier and not task.has_verifier:
             raise ValueError(
@@ -259,10 +260,12 @@ class Scorer:
         for judge in self.judges().values():
             notes += judge.notes
         compared = self.task.compares_with
-        is_verified = self.uses_verifier and (not compared or bool(judged))
-        if is_verified and self.environment_rewards == "some":
-            column = f" (column `{compared}`)" if compared else ""
-            notes.append(f"reward: the verifier of {self.task.name}{column}, and rewards in replies are added to it")
+        could_verify = not compared or bool(judged)
+        verifier = f"the verifier of {self.task.name}" + (f" (column `{compared}`)" if compared else "")
+        if could_verify and self.uses_verifier and self.environment_rewards == "some":
+            notes.append(f"reward: {verifier}, and rewards in replies are added to it")
+        if could_verify and self.replaces_verifier:
+            notes.append(f"reward: get_reward of the environment, in place of {verifier}")
         return notes, [f"warning: reward: {warning} (prompt {_end_of(prompts[0].prompt)!r})"] if warning else []
 
     def check_gold(self, prompts: list[PreparedPrompt]) -> str | None:

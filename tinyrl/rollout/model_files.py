@@ -21,6 +21,11 @@ LARGEST_HEADER = 100_000_000  # bytes of a safetensors file's, as the library ha
 NAME_EXPERTS = ("expert", "moe", "mixtral", "deepseek")  # parts of keys, or of the type, of models that have some
 MAY_BE_TIED = ("lm_head", "embed_out", "output", "score")  # heads, which no file need have
 BITSANDBYTES = "bitsandbytes"
+# Types of which transformers keeps the last part of each layer's name as it is in the files; of others it may not.
+KEEPS_NAMES = (
+    "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "lfm2", "llama",
+    "mistral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
 
 
 def model_refusals(config: Config) -> Iterator[Refusal]:
@@ -75,7 +80,8 @@ def _of_adapters(config: Config, facts: dict[str, Any]) -> Iterator[Refusal]:
     is_as_written = "quantization_config" not in facts and "auto_map" not in facts and not _may_have_experts(facts)
     if weights is None or not is_as_written:  # else loading makes other layers of them
         return
-    if isinstance(lora.target_modules, list) and not any(map(weights.has, lora.target_modules)):
+    is_named = isinstance(lora.target_modules, list) and facts.get("model_type") in KEEPS_NAMES
+    if is_named and not any(map(weights.has, lora.target_modules)):
         layers = weights.layers
         shown = json.dumps(lora.target_modules)
         yield Refusal(
@@ -161,9 +167,11 @@ class Weights:
         return sorted(end for end in ends if "embed" not in end)
 
     def has(self, name: str) -> bool:
-        """Return whether a name of lora.target_modules may be of a layer."""
-        is_there = any(f".{module}".endswith(f".{name}") for module in self.modules)
-        return is_there or name.rpartition(".")[2] in MAY_BE_TIED
+        """Return whether a name of lora.target_modules may be of a layer, by its last part: loading may put others
+        before it (`transformer.h` for GPT-2's `h`).
+        """
+        last = name.rpartition(".")[2]
+        return last in MAY_BE_TIED or any(module.rpartition(".")[2] == last for module in self.modules)
 
 
 def _header(file: Path) -> dict[str, Any] | None:

@@ -30,8 +30,9 @@ class PreparedRun(PreparedSettings):
     rows: RunRows
 
 
-def prepare(config: Config) -> PreparedRun:
-    """Check a run that is to train, without torch, in the order of what an answer costs; read its rows.
+def prepare(config: Config, *, goes_on: bool = False) -> PreparedRun:
+    """Check a run that is to train, without torch, in the order of what an answer costs; read its rows. goes_on: from a
+    checkpoint, so what it has trained on as text stays text.
 
     1. Settings, and what they name (`prepare_settings`).
     2. Rows, of files or the hub: each is checked, and there must be a reward where the method needs one. Where they
@@ -47,7 +48,11 @@ def prepare(config: Config) -> PreparedRun:
         if rows.has_images:
             check_images(settings.config)
             rows = replace(rows, notes=[*rows.notes, *image_notes(config)])
-        rows = replace(rows, notes=[*rows.notes, *unshown_notes(settings.config, rows)])
+        unshown = unshown_images(config, rows)
+        if not goes_on:
+            check_shown(settings.config, unshown)
+        as_text = [f"warning: {sentence}" for sentence in rows.images_as_text()]
+        rows = replace(rows, notes=[*rows.notes, *warnings_of(unshown), *as_text])
         if config.samples:
             check_rewarded(config, task, rows.train)
             check_hint(config, rows.train)
@@ -55,20 +60,27 @@ def prepare(config: Config) -> PreparedRun:
     return PreparedRun(config=resolved, task=task, rows=rows)
 
 
-def unshown_notes(config: Config, rows: RunRows) -> list[str]:
-    """Return warnings of what seems to be an image and is read as text, or not at all. Raises Refusal where the model
-    has a vision tower, unless model.with_images was given: then they are meant as rows of text.
-    """
+def unshown_images(config: Config, rows: RunRows) -> list[str]:
+    """Return sentences on what seems to be an image and is read as text, or not at all."""
     columns = [] if config.environment.agent is not None else rows.unshown_columns()
-    found = [*rows.unshown_places(), *columns]
-    if found and config.model.with_images is None and has_vision_tower(config.model.path):
+    return [*rows.unshown_places(), *columns]
+
+
+def warnings_of(unshown: list[str]) -> list[str]:
+    return [f"warning: {sentence}: the model does not see it" for sentence in unshown]
+
+
+def check_shown(config: Config, unshown: list[str]) -> None:
+    """Raise Refusal for what `unshown_images` found, where the model has a vision tower, unless model.with_images was
+    given: then they are meant as rows of text.
+    """
+    if unshown and config.model.with_images is None and has_vision_tower(config.model.path):
         what = "or task.columns.unused=NAME if a column holds none; model.with_images=true if these are rows of text"
         raise Refusal(
             ("task.data", "model.path"),
-            f"{found[0]}. model.path={config.model.path} sees images: give a row its own in a column `images`, {what}",
+            f"{unshown[0]}. model.path={config.model.path} sees images: give a row its own in a column `images`, "
+            f"{what}",
         )
-    notes = [f"warning: {sentence}: the model does not see it" for sentence in found]
-    return notes + [f"warning: {sentence}" for sentence in rows.images_as_text()]
 
 
 def with_tower(config: Config, rows: RunRows) -> Config:

@@ -404,7 +404,7 @@ def fork(
         raise ValueError(last)
     runs = output_dir or str(old.path.parent)
     check_new_run(runs, name=name, overwrite=False)
-    prepared = prepare(config)
+    prepared = prepare(config, goes_on=True)
     new = create_run(runs, name=name, config=prepared.config, overwrite=False)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, new.path, ignore_errors=True)

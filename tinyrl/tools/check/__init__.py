@@ -120,11 +120,10 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import early_end, images, largest_step, loaded, policy, rates, sampled  # with torch
+    from tinyrl.tools.check import images, largest_step, loaded  # with torch
     from tinyrl.training.on_policy import OnPolicy
     from tinyrl.training.run import out_of_memory_stops
 
-    config = prepared.config
     with out_of_memory_stops("while the run was checked"):
         try:
             method, notes = _start(prepared, options)
@@ -145,30 +144,49 @@ def _with_models(
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             reward = next(part for part in parts if isinstance(part, RewardSection))
-            solved = solved_from(config.task.solved_reward)
-            trial = sampled.look(
-                method.collector,
-                knows_gold=reward.knows_right(solved),
-                is_environment_alone=missing_reward(config, prepared.task, prepared.rows.train) is not None,
-                paid=reward.paid,
-                prompts=prompts,
-                samples=samples,
-                minutes=minutes,
-            )
-            answers = policy.section(trial)
-            if (ends := early_end.an_early_end(method.collector, trial.rewards)) is not None:
-                answers.findings.append(ends)
-            yield answers
-            looks = images.Looks(trial.looks, solved, is_rewarded=config.trains.rewarded)
-            if (pictures := images.image_section(method.policy, looks)) is not None:
-                yield pictures
-            if write is not None:
-                line = rates.write_rates(write, prepared, rates.rates_by_row(trial))
-                yield CheckSection("rates", [line])
-            if trial.seconds + trial.step_seconds > 60 * minutes:
-                yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)
-            else:
-                yield largest_step.worst_step(method, text=prepared.rows.text)
+            how: Any = {"options": options, "write": write, "prompts": prompts, "samples": samples, "minutes": minutes}
+            yield from _of_answers(prepared, method, reward, **how)
+
+
+def _of_answers(
+    prepared: PreparedRun,
+    method: OnPolicy,
+    reward: RewardSection,
+    *,
+    options: Options,
+    write: Path | None,
+    prompts: int,
+    samples: int | None,
+    minutes: float,
+) -> Iterator[CheckSection]:
+    """Sample answers; yield the sections about them and, in the time that is left, about the largest step."""
+    from tinyrl.tools.check import early_end, images, largest_step, policy, rates, sampled  # with torch
+
+    config = prepared.config
+    solved = solved_from(config.task.solved_reward)
+    trial = sampled.look(
+        method.collector,
+        knows_gold=reward.knows_right(solved),
+        is_environment_alone=missing_reward(config, prepared.task, prepared.rows.train) is not None,
+        paid=reward.paid,
+        prompts=prompts,
+        samples=samples,
+        minutes=minutes,
+    )
+    answers = policy.section(trial)
+    if (ends := early_end.an_early_end(method.collector, trial.rewards)) is not None:
+        answers.findings.append(ends)
+    yield answers
+    looks = images.Looks(trial.looks, solved, is_rewarded=config.trains.rewarded)
+    if (pictures := images.image_section(method.policy, looks)) is not None:
+        yield pictures
+    if write is not None:
+        line = rates.write_rates(write, prepared, rates.rates_by_row(trial))
+        yield CheckSection("rates", [line])
+    if trial.seconds + trial.step_seconds > 60 * minutes:
+        yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)
+    else:
+        yield largest_step.worst_step(method, text=prepared.rows.text)
 
 
 def _start(prepared: PreparedRun, options: Options) -> tuple[OnPolicy | RowMethod, list[str]]:

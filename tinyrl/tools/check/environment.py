@@ -344,15 +344,7 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> Environmen
         columns = row_columns(rows)
         opening = environment.openings(prompts, columns)[0]
         columns = {"seed": [*range(len(rows))], **columns}
-        for kind, turns in scripts_of(environment, task, rows, prompts).items():
-            trial.scripts.append(play(environment, kind, turns, prompts, columns))
-        for schema in environment.schemas or []:
-            trial.scripts.append(play_tool(environment, schema, rows, prompts, columns))
-        wrong = {"nothing": "", "nonsense": NONSENSE}
-        if environment.schemas:
-            wrong |= {"unknown tool": UNKNOWN_TOOL, "not JSON": NOT_JSON}
-        for kind, turn in wrong.items():
-            trial.scripts.append(play(environment, kind, [turn] * len(rows), prompts, columns))
+        trial.scripts = played_scripts(environment, task, rows, prompts, columns)
         if trial.rewards == "some" and config.reward.is_verifier and not is_alone:
             trial.verifier = f"the verifier of {task.name}"
             trial.verifier += f" (column `{task.compares_with}`)" if task.compares_with else ""
@@ -372,6 +364,23 @@ def check_environment(config: Config, task: Task, rows: list[Row]) -> Environmen
     section.lines += notes_of(trial)
     section.findings = found_by(FINDINGS, trial)
     return section
+
+
+def played_scripts(
+    environment: Replies, task: Task, rows: list[Row], prompts: list[Any], columns: dict[str, list[Any]]
+) -> list[Script]:
+    """Play turns that the environment should know, calls of its tools, then nothing, nonsense and bad calls."""
+    scripts = list[Script]()
+    for kind, turns in scripts_of(environment, task, rows, prompts).items():
+        scripts.append(play(environment, kind, turns, prompts, columns))
+    for schema in environment.schemas or []:
+        scripts.append(play_tool(environment, schema, rows, prompts, columns))
+    wrong = {"nothing": "", "nonsense": NONSENSE}
+    if environment.schemas:
+        wrong |= {"unknown tool": UNKNOWN_TOOL, "not JSON": NOT_JSON}
+    for kind, turn in wrong.items():
+        scripts.append(play(environment, kind, [turn] * len(rows), prompts, columns))
+    return scripts
 
 
 def scripts_of(environment: Replies, task: Task, rows: list[Row], prompts: list[Any]) -> dict[str, list[str]]:
