@@ -113,11 +113,30 @@ def test_without_a_name_the_next_free_one_is_taken(tmp_path: Path) -> None:
 # ---- one after another ----
 
 
-def test_a_stop_is_passed_on_to_the_seed_that_runs() -> None:
-    sleeps = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+STOPS_ITS_PARENT = (
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.kill(os.getppid(), signal.SIGTERM)"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("import time; time.sleep(60)", 75),  # ended by the signal that is passed on
+        (f"{STOPS_ITS_PARENT}; os._exit(130)", 130),
+        (f"{STOPS_ITS_PARENT}; os._exit(0)", 75),  # at its own end
+    ],
+)
+def test_a_stop_is_passed_on_to_the_seed_that_runs_and_is_the_end_of_all(script: str, code: int) -> None:
     with StopFlag():
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        assert _run_process(sleeps) == -signal.SIGTERM
+        if STOPS_ITS_PARENT not in script:
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        assert _run_process([sys.executable, "-S", "-c", script]) == code
+
+
+def test_a_seed_that_is_killed_by_another_is_no_stop() -> None:
+    with StopFlag():
+        killed = [sys.executable, "-S", "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"]
+        assert _run_process(killed) == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,35 @@ def test_a_slip_is_answered_with_the_nearest_name_of_any_library(given: str, mea
     assert f"Did you mean {meant}" in refused("ppo", "task.name=sort", given)
 
 
+@pytest.mark.parametrize(
+    ("given", "guessed"),
+    [
+        ("trainer.name=x", "task.name"),
+        ("actor.checkpoint.enabled=true", "lora.enabled"),
+        ("reward.path=x", "model.path"),
+    ],
+)
+def test_a_key_that_says_nothing_without_its_section_is_no_guess_at_another(given: str, guessed: str) -> None:
+    answer = refused("grpo", "task.data=r.jsonl", given)
+    assert guessed not in answer
+    assert "to copy" not in answer
+
+
+def test_such_a_key_alone_is_a_guess() -> None:
+    assert line("grpo", "path=x") == "model.path=x"
+
+
+@pytest.mark.parametrize("name", ["run.name", "wandb.name", "trainer.experiment_name"])
+def test_a_name_of_the_run_is_the_option(name: str) -> None:
+    assert line("grpo", f"{name}=first") == "--name first"
+
+
+def test_the_function_of_verls_rewards_is_not_in_the_line() -> None:
+    given = ["seed=3", "custom_reward_function.path=a.py", "custom_reward_function.name=f"]
+    assert line("grpo", *given) == "run.seed=3"
+    assert "is unknown" not in refused("grpo", *given)
+
+
 def test_a_name_of_verl_below_a_section_of_another_method_is_answered() -> None:
     for name, setting in (("reward_model.enable", "reward.functions"), ("reward_model.model.path", "reward.model")):
         with pytest.raises(ValueError, match=rf"`{name}` is not a setting: .*{setting}"):

@@ -18,7 +18,7 @@ from tinyrl.data.writers import write_rows
 from tinyrl.rewards.rubric import read_rubric
 from tinyrl.rewards.verdict import scores_within
 from tinyrl.rollout.prepared import prepare
-from tinyrl.runs.resolve import config_of
+from tinyrl.runs.resolve import config_of, resolve
 from tinyrl.runs.show import render_samples, select_samples
 from tinyrl.tasks import load_task
 from tinyrl.tools.check.judges import check_judges
@@ -139,6 +139,20 @@ def test_rows_whose_criteria_cannot_be_read_are_refused_with_their_line(tmp_path
     config = config_of({"method": "grpo", "task": {"data": str(data)}, "reward": {"functions": [judge]}})
     with pytest.raises(ValueError, match=r"rows\.jsonl:2: .*above 0"):
         prepare(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scale"),
+    [
+        ({"criteria_column": "rubrics"}, [0.0, 1.0]),
+        ({"criteria_column": "rubrics", "scale": [0, 5]}, [0.0, 5.0]),
+        ({"criteria": [RIGHT]}, [0.0, 10.0]),
+    ],
+)
+def test_a_run_asks_on_the_scale_that_its_settings_had(fields: dict[str, Any], scale: list[float]) -> None:
+    config = resolve(config_of({"method": "grpo", "reward": {"functions": [{**ADDRESS, **fields}]}}))
+    assert config.reward.functions[0].scale == scale
+    assert resolve(config).reward.functions[0].scale == scale
 
 
 def test_criteria_need_no_rubric_besides() -> None:

@@ -1,4 +1,4 @@
-"""Loading what samples: the limit of prompts."""
+"""Loading what samples: the limit of prompts, and the columns of an environment."""
 
 import json
 import re
@@ -41,3 +41,18 @@ def test_an_advice_for_a_long_prompt_is_one_that_works(tiny: TinyModels, tmp_pat
     rows.write_text(json.dumps({"prompt": "x" * 500, "answer": "y"}) + "\n")
     with pytest.raises(ValueError, match="No limit"):
         longest_of(config)
+
+
+def test_a_column_that_the_environment_needs_and_rows_lack_is_refused(tiny: TinyModels, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "x", "answer": "y"}) + "\n")
+    game = tmp_path / "game.py"
+    config = small_config(tiny("llama"), rows)
+    for columns in ("answer, seed, size=3, **more", "anser"):
+        game.write_text(f"def respond(prompts, transcripts, {columns}):\n    return ['more'] * len(prompts)\n")
+        playing = derive_over(config, [f"environment.name={game}:respond"])
+        if "**more" in columns:
+            assert longest_of(playing) > 0
+        else:
+            with pytest.raises(ValueError, match=r"'anser'.*`answer`"):
+                longest_of(playing)

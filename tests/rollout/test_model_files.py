@@ -13,12 +13,12 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
 from tests.tiny_models import TinyModels
-from tinyrl.rollout.model_files import KEEPS_NAMES, Weights, model_refusals
+from tinyrl.rollout.model_files import STORED_BY_LAYER, Weights, model_refusals
 from tinyrl.runs.resolve import config_of
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 50}
 SIZES = {"model.embed_tokens.weight": (50, 32), "model.layers.0.self_attn.q_proj.weight": (32, 32),
-         "model.layers.0.mlp.down_proj.weight": (32, 64)}  # fmt: skip
+         "model.layers.0.mlp.down_proj.weight": (32, 64), "model.layers.0.conv1d.weight": (64, 1, 4)}  # fmt: skip
 DISTILL = {"method": "distill", "teacher": {"path": "starter-teacher"}}
 
 
@@ -65,8 +65,12 @@ def test_what_the_files_exclude_is_refused(
         ({}, {"lora": {"target_modules": ["0.mlp.down_proj"]}}),
         ({}, {"lora": {"target_modules": ["model.language_model.layers.0.mlp.down_proj"]}}),
         ({"model_type": "hrm_text"}, {"lora": {"target_modules": ["v_proj"]}}),  # whose layers loading renames
+        ({}, {"lora": {"target_modules": ["model.language_model.layers.0.self_attn.q_proj"]}}),  # as it is loaded
+        ({}, {"lora": {"target_modules": ["conv1d"]}}),
         ({}, {"lora": {"target_modules": ["lm_head"]}}),  # tied to the embedding, it is in no file
         ({}, {"lora": {"target_parameters": "peft"}}),
+        ({"model_type": "hrm_text"}, {"lora": {"target_modules": ["x"], "r": 33}}),  # loading splits its matrices
+        ({}, {"lora": {"target_modules": ["x"], "r": 33}, "model": {"random_init": True}}),  # not made of the files
         ({"num_experts": 4}, {"lora": {"target_parameters": "experts", "target_modules": ["gate_up_proj"]}}),
         ({"model_type": "mixtral"}, {"lora": {"target_parameters": "experts"}}),  # without its default in the file
         ({"text_config": {"num_local_experts": 4}}, {"lora": {"target_parameters": "experts"}}),
@@ -75,15 +79,12 @@ def test_what_the_files_exclude_is_refused(
         ({"quantization_config": {"load_in_4bit": True}}, {"model": {"quantization": "4bit"}}),
         ({"quantization_config": {"quant_method": "gptq"}}, {}),
         ({"architectures": ["LlamaForSequenceClassification"]}, {"model": {"random_init": True}}),
+        ({"architectures": 5}, {}),  # loading says what is wrong with it
         ({}, {**DISTILL, "teacher": {"path": "starter-teacher", "top_k": 50}}),
     ],
 )
 def test_what_is_near_it_is_not(tmp_path: Path, config: dict[str, Any], sections: dict[str, Any]) -> None:
     assert refused(tmp_path, {**LLAMA, **config}, sections) == []
-
-
-def test_loading_renames_no_layer_of_types_that_keep_their_names() -> None:
-    assert [kind for kind in (*KEEPS_NAMES, "hrm_text") if get_checkpoint_conversion_mapping(kind)] == ["hrm_text"]
 
 
 def test_of_a_hub_name_and_of_damaged_files_nothing_is_known(tmp_path: Path) -> None:
@@ -103,3 +104,14 @@ def test_every_layer_that_is_loaded_is_in_the_headers(tiny: TinyModels, kind: st
     layers = [(name, module) for name, module in loaded.named_modules() if isinstance(module, nn.Linear | Conv1D)]
     assert all(weights.has(name) for name, _ in layers)
     assert weights.rank >= max(min(module.weight.shape) for _, module in layers)
+
+
+@pytest.mark.parametrize("kind", STORED_BY_LAYER)
+def test_of_these_kinds_the_library_renames_no_layer(kind: str) -> None:
+    renamed = [each.source_patterns for each in get_checkpoint_conversion_mapping(kind) or ()]
+    assert all(pattern.startswith("^") for patterns in renamed for pattern in patterns)  # parts before the layers
+
+
+def test_of_other_kinds_it_renames_some() -> None:
+    assert get_checkpoint_conversion_mapping("hrm_text")
+    assert "hrm_text" not in STORED_BY_LAYER

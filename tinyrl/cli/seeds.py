@@ -218,22 +218,25 @@ def train_seeds(runs: SeedRuns, train: Callable[[int], int], *, again: str) -> i
 
 
 def _run_process(command: list[str]) -> int:
-    """Run a command to its end, and return its exit code; a stop of this process is passed on to it, once. Ctrl-C in a
-    terminal reaches both, and SIGTERM after it changes nothing.
+    """Run a command to its end, and return its exit code. A stop of this process is passed on to it, once, and the exit
+    code is then that of a stop: Ctrl-C in a terminal reaches both, and a command that has saved before SIGTERM comes is
+    ended by that.
     """
     process = subprocess.Popen(command)
-    pass_on: Callable[[], None] | None = process.terminate
+    is_stopped = False
     while True:
         try:
-            return process.wait(timeout=WAIT_S)
+            code = process.wait(timeout=WAIT_S)
         except subprocess.TimeoutExpired:
-            pass
+            code = None
         try:
             check_stop()
         except Interrupted:
-            if pass_on is not None:
-                pass_on()
-            pass_on = None
+            if code is None and not is_stopped:
+                process.terminate()
+            is_stopped = True
+        if code is not None:
+            return STOPPED[0] if is_stopped and code not in STOPPED else code
 
 
 def _report(folders: list[Path], parent: Path) -> None:

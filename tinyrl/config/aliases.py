@@ -467,12 +467,13 @@ TABLE = (
         reads={"enable_thinking": Values({"true": "{enable_thinking: true}", "false": "{enable_thinking: false}"})},
     ),
     Foreign(
-        "reward_funcs reward custom_reward_function.path remote_rm_url",
+        "reward_funcs reward custom_reward_function.path custom_reward_function.name remote_rm_url",
         setting("reward.functions", ": [{use: file.py:function}]"),
         reads={
             "reward_funcs": reward_functions,
             "reward": reward_functions,
             "custom_reward_function.path": NotCopied("a function here is def reward(prompts, completions, **columns)"),
+            "custom_reward_function.name": NotCopied("a function here is def reward(prompts, completions, **columns)"),
             "remote_rm_url": NotCopied("a function of reward.functions may ask it"),
         },
     ),
@@ -497,7 +498,7 @@ TABLE = (
         read=missing_eos_penalty,
     ),
     Foreign("output_dir default_local_dir save_path ckpt_path", setting("--output-dir"), read=Option("--output-dir")),
-    Foreign("experiment_name run_name", setting("--name"), read=Option("--name")),
+    Foreign("experiment_name run_name run.name wandb.name", setting("--name"), read=Option("--name")),
     Foreign(
         "adv_estimator advantage_estimator",
         setting("grpo.advantage", " (group, leave-one-out, reinforce++); gae is another method, `tinyrl train ppo`"),

@@ -23,6 +23,7 @@ from tinyrl.text import did_you_mean, join_truncated, nearest, truncate
 MOST_SENTENCES = 3
 UNKNOWN = ("extra_forbidden", "invalid_key")  # pydantic's names of problems
 MOST_NAMES = 60  # unknown ones that are answered, one per line
+OF_ANYTHING = ("enabled", "kind", "name", "path")  # keys that say nothing without their section
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
         in_words = answer.in_words(dotted, alias, given.method)
         return Problem(Refusal((dotted,), sentence), in_words, copy_of(alias, value, given))
     last = str(whole[-1] if not parents else key)  # verl's actor_rollout_ref.actor.optim.weight_decay
-    home = None if in_item else home_of(last, given.method)
+    is_of_anything = len(whole) > 1 and last in OF_ANYTHING
+    home = None if in_item or is_of_anything else home_of(last, given.method)
     known = [*fields_in(walk(tuple(parents))[1])]
     name = dotted_name(path)
     copy = None
@@ -167,7 +169,7 @@ def _unknown(path: KeyPath, whole: KeyPath, value: Any, given: ForeignNames) -> 
     else:
         of_section = did_you_mean(str(key), known).replace("`", f"`{name.removesuffix(str(key))}", 1)
         is_of_section = bool(parents) and nearest(str(key), known, cutoff=0.8) != ""
-        elsewhere = "" if in_item or is_of_section else meant_by(last, given.method)
+        elsewhere = "" if in_item or is_of_section or is_of_anything else meant_by(last, given.method)
         near = elsewhere or of_section
     sentence = f"unknown key `{name}`.{near or f' Known: {join_truncated(known, most=40)}'}"
     return Problem(

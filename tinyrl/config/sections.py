@@ -327,7 +327,9 @@ class RewardFunctionConfig(Section):
         default="score", description="judge: score each answer, or rank the answers of a group"
     )
     scale: Scale = Field(
-        default=[0.0, 10.0], description="judge: worst and best score, which become rewards of 0 and 1"
+        default_factory=lambda before: [0.0, 10.0] if before.get("criteria_column") is None else [0.0, 1.0],
+        description="judge: worst and best score, which become rewards of 0 and 1; default: [0, 10], of a row's own "
+        "criteria [0, 1]",
     )
     images: bool = Field(
         default=False, description="judge: show it the images of prompts; it must be a model that reads them"

@@ -16,10 +16,13 @@ from tinyrl.config.sections import BUILT_IN_ENVIRONMENTS, EnvironmentConfig
 from tinyrl.data.messages import Prompt
 from tinyrl.environments import BuiltIn, Message, Reply, Rewards, Transcript, worker_service
 from tinyrl.environments.tool_calls import encodable  # no tokenizer takes half a surrogate pair
+from tinyrl.text import did_you_mean
 from tinyrl.workers.calls import WorkerFunction
 from tinyrl.workers.loading import parse_use
 from tinyrl.workers.process import quoted
 from tinyrl.workers.values import RowFailure, RowResults, check_values, is_score, is_text
+
+OF_EPISODES = ("prompts", "transcripts", "seed")  # arguments that are no columns of rows
 
 
 class Environment:
@@ -41,6 +44,15 @@ class Environment:
 
     def start(self) -> None:
         """Load user code now. Raises ValueError if it does not load."""
+
+    def check_columns(self, there: list[str]) -> None:
+        """Raise ValueError for a column that it needs and the rows do not have."""
+        for name in self.needed_columns:
+            if name not in there:
+                raise ValueError(
+                    f"the {self.noun} {self.name} takes a column '{name}', which the data does not have."
+                    f"{did_you_mean(name, there)} Besides the prompt there are: {', '.join(there) or 'none'}"
+                )
 
     def close(self) -> None:
         for worker in self.workers:
@@ -114,7 +126,7 @@ class Replies(Environment):
             self._about = self._opened.about
         elif worker is not None:
             self.workers = [worker]
-        if self._respond is not None:  # user code says so itself when it is called
+        if self._respond is not None:  # that of user code is known after `start`
             parameters = inspect.signature(self._respond).parameters.values()
             self.needed_columns = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
 
@@ -127,6 +139,7 @@ class Replies(Environment):
     def start(self) -> None:
         for worker in self.workers:
             facts = worker.host_facts(worker_service.EnvironmentFacts)
+            self.needed_columns = [name for name in worker.start().required if name not in OF_EPISODES]
             self.schemas = facts.schemas
             self.rewards = facts.rewards
             self.has_openings = facts.opening

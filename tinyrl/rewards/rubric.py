@@ -95,7 +95,7 @@ def read_rubric(judge: RewardFunctionConfig) -> Rubric:
             check_scale(text, f"the rubric {judge.rubric}", judge.scale)
         for one in by_default:
             check_scale(one.text, f"the criterion {one.name}", judge.scale)
-    low, high = judge.scale if "scale" in judge.model_fields_set else (0.0, 1.0)
+    low, high = judge.scale
     return Rubric(text=text, criteria=criteria, column=judge.criteria_column, low=low, high=high)
 
 

@@ -125,6 +125,9 @@ def load_collector(
     policy = load_policy(prepared.config, options=options, teacher=teacher)
     config = policy.config  # with the date of the run
     runner = load_runner(policy, task)
+    if runner is not None:
+        rows = (*prepared.rows.train, *prepared.rows.held_out)
+        runner.environment.check_columns([*dict.fromkeys(name for row in rows for name in row if name != "prompt")])
     limit = prompt_limit(policy, runner)
     prompts_of = partial(prepare_rows, policy=policy, task=task, runner=runner, limit=limit)
     train_prompts = prompts_of(prepared.rows.train)

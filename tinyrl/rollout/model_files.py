@@ -21,10 +21,12 @@ LARGEST_HEADER = 100_000_000  # bytes of a safetensors file's, as the library ha
 NAME_EXPERTS = ("expert", "moe", "mixtral", "deepseek")  # parts of keys, or of the type, of models that have some
 MAY_BE_TIED = ("lm_head", "embed_out", "output", "score")  # heads, which no file need have
 BITSANDBYTES = "bitsandbytes"
-# Types of which transformers keeps the last part of each layer's name as it is in the files; of others it may not.
-KEEPS_NAMES = (
-    "cohere", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "granite", "lfm2", "llama",
-    "mistral", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm", "starcoder2",
+# Kinds of models (model_type) whose files name each layer by the last part of its name in the model. transformers makes
+# other layers of some others' (gate_proj and up_proj of one matrix), which only loading tells.
+STORED_BY_LAYER = (
+    "cohere", "cohere2", "exaone4", "falcon_h1", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4", "gpt2",
+    "gpt_neox", "granite", "lfm2", "llama", "mistral", "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen2_5_vl",
+    "qwen3", "qwen3_5", "qwen3_5_text", "qwen3_vl", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 
 
@@ -42,7 +44,9 @@ def model_refusals(config: Config) -> Iterator[Refusal]:
 def _of_kind(config: Config, facts: dict[str, Any]) -> Iterator[Refusal]:
     """Yield what the kind of the model excludes: a classifier, one without a vision tower, one that is quantised."""
     model = config.model
-    heads = [str(name) for name in facts.get("architectures") or () if str(name).endswith(OTHER_HEADS)]
+    architectures = facts.get("architectures")
+    named = architectures if isinstance(architectures, list) else []
+    heads = [str(name) for name in named if str(name).endswith(OTHER_HEADS)]
     if heads and not model.random_init:
         yield Refusal(
             ("model.path",),
@@ -76,12 +80,10 @@ def _of_adapters(config: Config, facts: dict[str, Any]) -> Iterator[Refusal]:
             f"lora.target_parameters={shown}: model.path={path} has no experts (none in its config.json); null adapts "
             "linear layers alone",
         )
-    weights = Weights.of(path)
-    is_as_written = "quantization_config" not in facts and "auto_map" not in facts and not _may_have_experts(facts)
-    if weights is None or not is_as_written:  # else loading makes other layers of them
+    weights = None if config.model.random_init or not _is_stored_by_layer(facts) else Weights.of(path)
+    if weights is None:
         return
-    is_named = isinstance(lora.target_modules, list) and facts.get("model_type") in KEEPS_NAMES
-    if is_named and not any(map(weights.has, lora.target_modules)):
+    if isinstance(lora.target_modules, list) and not any(map(weights.has, lora.target_modules)):
         layers = weights.layers
         shown = json.dumps(lora.target_modules)
         yield Refusal(
@@ -119,6 +121,12 @@ def _vocabulary(facts: dict[str, Any]) -> int | None:
     return size if type(size) is int and size > 0 else None
 
 
+def _is_stored_by_layer(facts: dict[str, Any]) -> bool:
+    """Return whether the layers of the model are those of its files, and no others that loading makes of them."""
+    is_converted = "quantization_config" in facts or "auto_map" in facts or _may_have_experts(facts)
+    return facts.get("model_type") in STORED_BY_LAYER and not is_converted
+
+
 def _may_have_experts(facts: dict[str, Any]) -> bool:
     """Return whether a config.json says anything about experts."""
     kinds = (str(facts.get("model_type")), str(_text_facts(facts).get("model_type")))
@@ -138,40 +146,42 @@ def _names_experts(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Weights:
-    """The names of the modules that files have a weight of, and the largest rank of a matrix among them."""
+    """The last parts of the names of the modules that files have a weight of, and the largest rank of a matrix."""
 
-    modules: frozenset[str]
+    ends: frozenset[str]
     rank: int
 
     @classmethod
     def of(cls, path: str) -> Weights | None:
         """Read the headers of a folder's safetensors files; None where there are none that can be read."""
-        modules = set[str]()
+        ends = set[str]()
         ranks = list[int]()
         for file in sorted((starter_path(path) or Path(path)).glob("*.safetensors")):
             header = _header(file)
             if header is None:
                 return None
             for name, tensor in header.items():
-                module, _, part = name.rpartition(".")
+                *_, end, part = ("", *name.split("."))
                 shape = tensor.get("shape") if isinstance(tensor, dict) else None
-                if part == "weight" and isinstance(shape, list) and len(shape) == 2:
-                    modules.add(module)
+                if part != "weight" or not isinstance(shape, list):
+                    continue
+                if len(shape) > 1:  # a convolution is adapted too
+                    ends.add(end)
+                if len(shape) == 2 and all(isinstance(size, int) for size in shape):
                     ranks.append(min(shape))
-        return cls(frozenset(modules), max(ranks)) if ranks else None
+        return cls(frozenset(ends), max(ranks)) if ranks else None
 
     @property
     def layers(self) -> list[str]:
-        """Return the last parts of the names, without those of embeddings."""
-        ends = {module.rpartition(".")[2] for module in self.modules}
-        return sorted(end for end in ends if "embed" not in end)
+        """Return the ends without those of embeddings."""
+        return sorted(end for end in self.ends if "embed" not in end)
 
     def has(self, name: str) -> bool:
-        """Return whether a name of lora.target_modules may be of a layer, by its last part: loading may put others
-        before it (`transformer.h` for GPT-2's `h`).
+        """Return whether a name of lora.target_modules may be of a layer: what comes before its last part may have
+        another name in the model (`model.language_model.layers` of `language_model.model.layers`).
         """
-        last = name.rpartition(".")[2]
-        return last in MAY_BE_TIED or any(module.rpartition(".")[2] == last for module in self.modules)
+        end = name.rpartition(".")[2]
+        return end in self.ends or end in MAY_BE_TIED
 
 
 def _header(file: Path) -> dict[str, Any] | None:

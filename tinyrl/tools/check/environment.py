@@ -232,7 +232,8 @@ def two_rewards(trial: PlayedScripts) -> Finding | None:
     return Finding(
         name="two rewards",
         what=f"Replies hold rewards, and {trial.verifier} scores each episode too: both are added.",
-        change="If only the environment's are meant, call the column otherwise (task.columns.target=answer, say).",
+        change="If only the environment's are meant, call the column otherwise, in the environment too: with "
+        "task.columns.target=answer it is `target` there.",
         is_harmless=True,
     )
 
