@@ -21,6 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
 from tinyrl.tasks.own import close_workers
 
+gc.disable()  # until all is imported: each collection would look through all objects of the libraries
+
 if TYPE_CHECKING:
     from tests.tiny_models import TinyModels
 
@@ -44,9 +46,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    """Before the first test: collect no garbage among the libraries' objects again, and fork the server of children."""
-    gc.collect()
+    """Before the first test: never collect garbage among the libraries' objects, and fork the server of children."""
     gc.freeze()
+    gc.enable()
     children = sys.modules.get("tests.faults.children")
     if children is not None and not session.config.option.collectonly:
         children.start_server()

@@ -1,14 +1,11 @@
 """Values at and beyond the boundaries of every setting: each gives a configuration or a short sentence."""
 
-import functools
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinyrl.cli.train import typed_config
-from tinyrl.config import recipe
 from tinyrl.config.method_sections import GrpoConfig, PpoConfig
 from tinyrl.config.methods import METHODS, OPTIONAL_SECTIONS
 from tinyrl.config.recipe import load_config
@@ -23,15 +20,6 @@ VALUES = (
     "[",
 )  # fmt: skip
 FIELDS_OF_ITEMS = ("use", "weight", "scale", "max_tokens", "max_concurrency", "cache", "max_requests")
-
-
-parsed_once = functools.cache(recipe.read_with_lines)
-
-
-@pytest.fixture(autouse=True)
-def _recipes_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parsing the same recipe for each value of each setting takes most of the time."""
-    monkeypatch.setattr(recipe, "read_with_lines", lambda path: deepcopy(parsed_once(path)))
 
 
 @pytest.fixture(autouse=True)

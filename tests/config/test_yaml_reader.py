@@ -1,12 +1,14 @@
 """YAML as plain settings: values, refusals with their line, and that dumps are read back."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinyrl.config.recipe import read_recipe
 from tinyrl.config.yaml_reader import dump_plain, parse_plain, parse_with_lines
 
 
@@ -86,3 +88,12 @@ def test_every_key_has_its_line():
     value, lines = parse_with_lines(text, "f.yaml")
     assert value == {"a": 1, "b": {"c": 2, "d": [{"e": 3}, {"f": 4}]}}
     assert lines == {"a": 1, "b": 2, "b.c": 3, "b.d": 4, "b.d[0]": 5, "b.d[0].e": 5, "b.d[1]": 6, "b.d[1].f": 6}
+
+
+def test_a_file_is_read_as_it_is_now_whatever_became_of_earlier_values(tmp_path: Path):
+    file = tmp_path / "f.yaml"
+    file.write_text("a: {b: [1]}")
+    read_recipe(file)["a"]["b"].append(2)
+    assert read_recipe(file) == {"a": {"b": [1]}}
+    file.write_text("a: {b: [3]}")
+    assert read_recipe(file) == {"a": {"b": [3]}}

@@ -1,10 +1,8 @@
-"""Long work before a run has a display: what it prints, and that the garbage collector comes back."""
-
-import gc
+"""Long work before a run has a display: what it prints."""
 
 import pytest
 
-from tinyrl.process.counting import counted, without_collection
+from tinyrl.process.counting import counted
 
 
 def test_work_that_takes_long_prints_how_much_is_done(
@@ -16,15 +14,3 @@ def test_work_that_takes_long_prints_how_much_is_done(
     monkeypatch.setattr("tinyrl.process.counting.LINE_EVERY_S", 1e9)
     assert [*counted("abc", what="prompts")] == [*"abc"]
     assert capsys.readouterr().err == ""
-
-
-def test_the_collector_comes_back_after_an_error() -> None:
-    def refuse() -> None:
-        with without_collection():
-            assert not gc.isenabled()
-            raise ValueError("a row")
-
-    assert gc.isenabled()
-    with pytest.raises(ValueError, match="a row"):
-        refuse()
-    assert gc.isenabled()

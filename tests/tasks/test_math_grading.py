@@ -31,7 +31,6 @@ OTHER = [
     ("<answer>(1,2)</answer>", "(2,1)", 0.0),
     ("<answer>listen</answer>", "silent", 0.0),  # the same product of letters
     ("<answer>0.333</answer>", "1/3", 0.0),
-    ("<answer>10^{10^{10}}</answer>", "1", 0.0),  # never comes to its end
     ("<answer>\\frac{</answer>", "1/2", 0.0),
 ]
 
@@ -55,6 +54,13 @@ def test_equal_answers_are_right_however_they_are_marked() -> None:
 def test_other_answers_are_wrong_and_unreadable_ones_have_no_score() -> None:
     for text, reference, score in OTHER:
         assert right(text, reference) == score, text
+
+
+@needs_math_verify
+def test_a_comparison_that_never_comes_to_its_end_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert right("<answer>0</answer>", "x-x") == 1.0  # which imports
+    monkeypatch.setattr("tinyrl.tasks.math_grading.PATIENCE_S", 0.2)
+    assert right("<answer>10^{10^{10}}</answer>", "1") == 0.0
 
 
 @needs_math_verify

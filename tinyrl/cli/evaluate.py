@@ -15,6 +15,7 @@ from tinyrl.data.rows import FEW
 from tinyrl.evaluation.result import Against, ComparisonResult, EvalSide, TargetResult, TrainedOn
 from tinyrl.evaluation.side import OwnSide
 from tinyrl.formatting import format_number
+from tinyrl.process.collector import lasting_imports
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.records import json_safe
 from tinyrl.text import hang, terminal_columns
@@ -59,14 +60,16 @@ def evaluate(
     if len(targets) == 1:
         prepared = prepare_evaluation(targets[0], asked, vs=vs)
         announce_loading(targets)
-        from tinyrl.tools.compare import evaluate_target  # with torch
+        with lasting_imports():
+            from tinyrl.tools.compare import evaluate_target  # with torch
 
         result = evaluate_target(prepared, options=options)
     else:
         targets = targets if vs is None else [vs, *targets]
         prepared = prepare_comparison(targets, asked)
         announce_loading(targets)
-        from tinyrl.tools.compare import compare  # with torch
+        with lasting_imports():
+            from tinyrl.tools.compare import compare  # with torch
 
         result = compare(prepared, options=options)
     if launched().rank == 0:

@@ -10,6 +10,7 @@ import typer
 
 from tinyrl.cli.options import TrustRemoteCode, configure_libraries, settings_argument
 from tinyrl.cli.together import Needs, Rule
+from tinyrl.process.collector import lasting_imports
 from tinyrl.process.launched import Options
 
 KEY = "TINYRL_KEY"
@@ -37,7 +38,8 @@ def export(
 ) -> None:
     """Write the policy as a folder for transformers and PEFT, vLLM, llama.cpp: the adapter, or a merged model."""
     configure_libraries()
-    from tinyrl.tools import export as exporting  # with torch
+    with lasting_imports():
+        from tinyrl.tools import export as exporting  # with torch
 
     if push is not None:
         exporting.check_repository(push)
@@ -68,7 +70,8 @@ def chat(
 
     found = policy_at(target, settings or [])
     announce_loading(target)
-    from tinyrl.tools.chat import ChatSession, converse  # with torch
+    with lasting_imports():
+        from tinyrl.tools.chat import ChatSession, converse  # with torch
 
     with ChatSession(found, options=options) as session:
         converse(session)
@@ -93,7 +96,8 @@ def serve(
     found = policy_at(target, settings or [], takes=SERVE)
     announce_loading(target)
     try:
-        from tinyrl.tools.serve import listen, serve  # with torch, and the extra `serve`
+        with lasting_imports():
+            from tinyrl.tools.serve import listen, serve  # with torch, and the extra `serve`
     except ImportError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'tinyrl[serve]'") from None
     key = os.environ.get(KEY)

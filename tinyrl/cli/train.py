@@ -14,6 +14,7 @@ from tinyrl.cli.options import settings_argument
 from tinyrl.cli.together import Excludes, Needs, Rule
 from tinyrl.config.methods import METHODS, or_list
 from tinyrl.config.recipe import load_config, method_of
+from tinyrl.process.collector import lasting_imports
 from tinyrl.process.errors import ExplainedByCheck, OutOfRoom
 from tinyrl.process.launched import Options, launched
 from tinyrl.runs.best import ended_early
@@ -77,7 +78,8 @@ def train(
     elif origin is not None:
         if launched().world_size > 1:
             raise ValueError("--from works in one process: leave the launcher out")
-        from tinyrl.training import launch  # with torch
+        with lasting_imports():
+            from tinyrl.training import launch  # with torch
 
         run = launch.fork(origin, words, output_dir=output_dir, **how)
     else:
@@ -97,7 +99,8 @@ def started(
     if launched().rank == 0:
         check_new_run(output_dir, name=name, overwrite=overwrite)
     prepared = prepare(config)
-    from tinyrl.training import launch  # with torch
+    with lasting_imports():
+        from tinyrl.training import launch  # with torch
 
     where: dict[str, Any] = {"output_dir": output_dir, "name": name, "overwrite": overwrite}
     try:
@@ -125,7 +128,8 @@ def resumed(
     config = changed_config(opened, words)
     tell_code(opened.path, config)
     prepared = prepare(config, goes_on=True)
-    from tinyrl.training import launch  # with torch
+    with lasting_imports():
+        from tinyrl.training import launch  # with torch
 
     return launch.resume(opened, prepared, options=options, allow_config_change=allow_config_change, until=until)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TypeVar
 
 from tinyrl.process.launched import launched
@@ -27,15 +26,3 @@ def counted(items: Iterable[T], *, what: str, each: int = 1, total: int | None =
                     print(f"{what}: {place * each:,}{of_all}", file=sys.stderr, flush=True)
             due = time.monotonic() + LINE_EVERY_S
         yield item
-
-
-@contextmanager
-def without_collection() -> Iterator[None]:
-    """Pause the garbage collector, which would look through all rows again and again while they become more."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

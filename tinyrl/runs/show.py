@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tinyrl.config.schema import Config
 from tinyrl.formatting import format_bytes, format_number, format_short
 from tinyrl.runs.best import REWARD, Score, best_first, ended_early, missed_score, score_of
 from tinyrl.runs.checkpoint import checkpoint_name, checkpoint_step, list_checkpoints, problem_with
@@ -122,11 +123,10 @@ def go_on_without_patience(run: RunDir) -> str:
     return shlex.join(["tinyrl", "train", "--resume", str(run.path), "run.patience=null"])
 
 
-def _next_command(run: RunDir, evaluations: list[Line], origin: Origin | None) -> list[str]:
+def _next_command(run: RunDir, config: Config, evaluations: list[Line], origin: Origin | None) -> list[str]:
     """Return what to type when a run has ended: compare it with its base (a fork: with the checkpoint that it began
     with, while it has that), talk to it, or train with it as the reward.
     """
-    config = run.read_config()
     path = str(run.path)
     if config.samples:
         lacks_reward = [REWARD in line and math.isnan(to_float(line[REWARD])) for line in evaluations]
@@ -172,7 +172,7 @@ def summary(run: RunDir) -> str:
         missed = missed_score(evaluated)
         note = "" if missed is None else f"; step {missed.step} had {format_number(missed.value)}, and no checkpoint"
         text.append(f"best     {_best_place(run)}  (step {kept[0].score.step}: {kept[0].score}{note})")
-    text.append(f"next     {shlex.join(_next_command(run, lines, origin))}")
+    text.append(f"next     {shlex.join(_next_command(run, config, lines, origin))}")
     return "\n".join(text)
 
 

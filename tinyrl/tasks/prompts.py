@@ -29,7 +29,8 @@ from tinyrl.models.tokens import (
     token_ids_of,
     undisguised,
 )
-from tinyrl.process.counting import counted, without_collection
+from tinyrl.process.collector import without_collection
+from tinyrl.process.counting import counted
 from tinyrl.tasks import Task
 from tinyrl.text import truncate
 

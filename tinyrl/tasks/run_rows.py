@@ -31,7 +31,7 @@ from tinyrl.data.rows import (
     trained_on_too,
 )
 from tinyrl.data.sources import placed_rows
-from tinyrl.process.counting import without_collection
+from tinyrl.process.collector import without_collection
 from tinyrl.runs.run_dir import RunDir
 from tinyrl.tasks import task_of
 from tinyrl.tasks.own import OwnTask

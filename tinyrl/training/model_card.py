@@ -6,12 +6,13 @@ text.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader
+from jinja2 import Environment, PackageLoader, Template
 
 import tinyrl
 from tinyrl.config.schema import Config
@@ -58,12 +59,7 @@ def model_card(
     found = [at for at, line in steps.items() if at <= step and any(key.startswith("eval/") for key in line)]
     scored = {at: score_of(line, step=at) for at, line in steps.items() if since < at <= step}
     scores = [score for score in scored.values() if score is not None]
-    environment = Environment(  # noqa: S701  `plain` escapes
-        loader=PackageLoader("tinyrl.training", "."), trim_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
-    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
-    return environment.get_template("model_card.md").render(
+    return _template().render(
         scores=scores, words=WORDS[scores[-1].metric] if scores else "", steps=steps,
         config=config, name=name, step=step, dtype=dtype, notes=notes, licence=licence, embedded=embedded,
         reader=reader or ("AutoModelForImageTextToText" if tower else "AutoModelForCausalLM"),
@@ -74,6 +70,17 @@ def model_card(
         reward_model=Path(config.reward.model or "").name,
         evaluated=max(found, default=None), evaluation=steps[max(found)] if found else {},
     )  # fmt: skip
+
+
+@functools.cache
+def _template() -> Template:
+    """Compile the card's template: once, as that takes longer than a card."""
+    environment = Environment(  # noqa: S701  `plain` escapes
+        loader=PackageLoader("tinyrl.training", "."), trim_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters |= {"plain": _plain, "value": lambda value: typeset_number(to_float(value)), "json": json.dumps}
+    environment.filters["source"] = lambda one: _plain(one if hub_name(one) is not None else Path(one).name)
+    return environment.get_template("model_card.md")
 
 
 def licence_of(path: str) -> str | None:

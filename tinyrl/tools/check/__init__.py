@@ -29,6 +29,7 @@ from tinyrl.config.given import as_override
 from tinyrl.config.schema import Config
 from tinyrl.data.images import shown_text
 from tinyrl.data.rows import row_key, solved_from
+from tinyrl.process.collector import lasting_imports
 from tinyrl.process.errors import ExplainedByCheck
 from tinyrl.process.launched import Options
 from tinyrl.rollout.prepared import PreparedRun, PreparedSettings, prepare, prepare_settings
@@ -120,9 +121,10 @@ def _with_models(
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
     """
-    from tinyrl.tools.check import images, largest_step, loaded  # with torch
-    from tinyrl.training.on_policy import OnPolicy
-    from tinyrl.training.run import out_of_memory_stops
+    with lasting_imports():
+        from tinyrl.tools.check import images, largest_step, loaded  # with torch
+        from tinyrl.training.on_policy import OnPolicy
+        from tinyrl.training.run import out_of_memory_stops
 
     with out_of_memory_stops("while the run was checked"):
         try:
