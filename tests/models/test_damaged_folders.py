@@ -263,6 +263,14 @@ def test_a_faulty_index_is_named(damage: Damage, sharded: Path, tmp_path: Path) 
         load_causal_lm(str(folder), dtype=torch.float32)
 
 
+def test_a_file_that_an_index_names_and_that_is_not_there_is_named(sharded: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(sharded, tmp_path / "model")
+    gone = json.loads((folder / INDEX).read_text())["weight_map"][FIRST]
+    (folder / gone).unlink()
+    with pytest.raises(ValueError, match=f"{gone} is missing"):
+        load_causal_lm(str(folder), dtype=torch.float32)
+
+
 def test_a_file_of_the_index_that_is_missing_is_named(sharded: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(sharded, tmp_path / "model")
     lost = sorted(folder.glob("*.safetensors"))[1]

@@ -1,6 +1,7 @@
 """Settings that the files of a model's folder tell to be impossible are refused before it is loaded."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,19 @@ def test_of_these_kinds_the_library_renames_no_layer(kind: str) -> None:
 def test_of_other_kinds_it_renames_some() -> None:
     assert get_checkpoint_conversion_mapping("hrm_text")
     assert "hrm_text" not in STORED_BY_LAYER
+
+
+@pytest.mark.parametrize(("there", "random_init", "found"), [
+    (["a"], False, ["model.path"]), (["a", "b"], False, []), (["a"], True, []), (["a", "model"], False, []),
+])  # fmt: skip
+def test_a_file_that_the_index_names_has_to_be_there(
+    tmp_path: Path, there: list[str], random_init: bool, found: list[str]
+) -> None:
+    path = model(tmp_path, LLAMA)
+    weights = (tmp_path / "model.safetensors").rename(tmp_path / "all")
+    index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name in there:
+        shutil.copy(weights, tmp_path / f"{name}.safetensors")
+    config = config_of({"method": "grpo", "model": {"path": path, "random_init": random_init}})
+    assert [refusal.settings[0] for refusal in model_refusals(config)] == found

@@ -49,6 +49,7 @@ from tinyrl.models.folder_tokenizer import TOKENIZER_CONFIG, TOKENIZER_FILE
 from tinyrl.models.reading import (
     OTHER_HEADS,
     TOKENIZER_FILES,
+    missing_files,
     reading,
     reading_tokenizer,
     resolve_model_path,
@@ -223,7 +224,8 @@ def _kernels(written: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def weight_files(resolved: str, config: PretrainedConfig, *, revision: str | None = None) -> list[Path]:
     """Return the safetensors files that the library reads of a model, after their download from the hub; none where
-    there are none. Raises ValueError for an index that names anything else than such files of the model's folder.
+    there are none. Raises ValueError for an index that names anything else than such files of the model's folder, or
+    one that is not there.
     """
     own = getattr(config, "transformers_weights", None)  # another name than those that are usual
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if own is None else (own,):
@@ -231,7 +233,10 @@ def weight_files(resolved: str, config: PretrainedConfig, *, revision: str | Non
         if file is not None and not name.endswith(".index.json"):
             return [Path(file)]
         if file is not None:
-            return [*map(Path, cached_files(resolved, _shards(Path(file)), revision=revision) or ())]
+            shards = _shards(Path(file))
+            if missing := missing_files(Path(resolved), shards):
+                raise ValueError(f"{missing}, which {name} names")
+            return [*map(Path, cached_files(resolved, shards, revision=revision) or ())]
     return []
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -63,6 +63,12 @@ def resolve_model_path(path: str, *, key: str = "model.path", adapters: bool = F
     if pickled and not any(name.endswith(".safetensors") for name in names):
         raise ValueError(f"{where}: {pickled[0]} is pickled and can execute code when read; convert to safetensors")
     return str(folder)
+
+
+def missing_files(folder: Path, names: Sequence[str]) -> str:
+    """Say which of these files a folder lacks; "" where it has all, or is a hub name."""
+    missing = [name for name in names if not (folder / name).is_file()] if folder.is_dir() else []
+    return f"{truncate(missing[0])} is missing ({len(missing)} of {len(names)} files)" if missing else ""
 
 
 def tokenizer_folder(resolved: str, *, revision: str | None = None) -> Path:

@@ -13,7 +13,8 @@ from typing import Any
 from tinyrl.config.refusal import Refusal
 from tinyrl.config.schema import Config
 from tinyrl.config.sections import starter_path
-from tinyrl.models.reading import OTHER_HEADS
+from tinyrl.models.reading import OTHER_HEADS, missing_files
+from tinyrl.runs.records import json_object
 from tinyrl.runs.resolve import config_json
 from tinyrl.text import did_you_mean, join_truncated, truncate
 
@@ -21,6 +22,8 @@ LARGEST_HEADER = 100_000_000  # bytes of a safetensors file's, as the library ha
 NAME_EXPERTS = ("expert", "moe", "mixtral", "deepseek")  # parts of keys, or of the type, of models that have some
 MAY_BE_TIED = ("lm_head", "embed_out", "output", "score")  # heads, which no file need have
 BITSANDBYTES = "bitsandbytes"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 # Kinds of models (model_type) whose files name each layer by the last part of its name in the model. transformers makes
 # other layers of some others' (gate_proj and up_proj of one matrix), which only loading tells.
 STORED_BY_LAYER = (
@@ -42,8 +45,12 @@ def model_refusals(config: Config) -> Iterator[Refusal]:
 
 
 def _of_kind(config: Config, facts: dict[str, Any]) -> Iterator[Refusal]:
-    """Yield what the kind of the model excludes: a classifier, one without a vision tower, one that is quantised."""
+    """Yield what the files themselves exclude: weights that are missing, a classifier, a model without a vision tower,
+    one that is quantised.
+    """
     model = config.model
+    if not model.random_init and (missing := missing_weights(model.path)):
+        yield Refusal(("model.path",), f"model.path={model.path}: {missing}, which {INDEX} names; download it again")
     architectures = facts.get("architectures")
     named = architectures if isinstance(architectures, list) else []
     heads = [str(name) for name in named if str(name).endswith(OTHER_HEADS)]
@@ -142,6 +149,21 @@ def _names_experts(value: Any) -> bool:
         (bool(inner) and any(part in str(key).lower() for part in NAME_EXPERTS)) or _names_experts(inner)
         for key, inner in value.items()
     )
+
+
+def missing_weights(path: str) -> str:
+    """Say which file of a folder's weights is missing; "" where none is, or where an index is not as it should be,
+    which loading will refuse.
+    """
+    folder = starter_path(path) or Path(path)
+    if (folder / WEIGHTS).is_file():  # which is read before an index
+        return ""
+    try:
+        named = json_object(folder / INDEX).get("weight_map")
+    except (OSError, ValueError):
+        return ""
+    files = named.values() if isinstance(named, dict) else ()
+    return missing_files(folder, sorted({file for file in files if isinstance(file, str)}))
 
 
 @dataclass(frozen=True)
