@@ -198,6 +198,8 @@ KILLED = """
 
     path, call, number, by = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     plain, calls = getattr(os, call), 0
+    if by == signal.SIGHUP:
+        signal.signal(by, signal.SIG_DFL)  # nohup has it ignored
 
     def killed(*arguments, **named):
         global calls

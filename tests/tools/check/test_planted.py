@@ -45,6 +45,7 @@ def wordy(prompts, **_): return ["a long reply " * 99 for _ in prompts]
 def game(prompts, transcripts, answer, **_):
     ended = [right in turns[-1]["content"] for turns, right in zip(transcripts, answer)]
     return [Reply("right", done=True, reward=2.0) if over else "no, \\x1b[2J again\\n" for over in ended]
+def aimed(prompts, transcripts, target, **_): return game(prompts, transcripts, target)
 def add(a: int, b: list[int]) -> int:
     '''Add.
 
@@ -108,6 +109,9 @@ PLANTED: dict[str, tuple[str, dict[str, Any], int, str]] = {  # words, options, 
     "broken JSON": (f"{GRPO} task.data=broken.jsonl", QUICK, 2, "broken.jsonl:2"),
     "one row again and again": (f"{GRPO} task.data=same.jsonl", QUICK, 3, "task.data"),
     "held-out rows are trained on": (f"{ROWS} task.eval_data=rows.jsonl", QUICK, 0, "task.eval_data"),
+    "a verifier beside an environment's rewards": (
+        f"{ROWS} environment.name=mine.py:game", QUICK, 0, "task.columns.target"
+    ),
     "a turn without an end": (f"{GRPO} model.path=endless task.name=sort", FULL, 3, "task.chat=false"),
     "no system prompt": (f"{GRPO} model.path=deaf task.name=sort task.system_prompt=Go", FULL, 2, "task.system_prompt"),
     "one reward for everything": (REWARD.replace("NAME", "flat"), QUICK, 3, "docs/rewards.md"),
@@ -150,7 +154,7 @@ SOUND: dict[str, tuple[str, dict[str, Any]]] = {
     REWARD.replace("NAME", "right"): ("", QUICK),
     REWARD.replace("NAME", "message"): ("task.data=chat.jsonl model.path=tools", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:brief"}]').replace("NAME", "right"): ("", QUICK),  # by their sum
-    f"{ROWS} environment.name=mine.py:game": ("", QUICK),
+    f"{ROWS} environment.name=mine.py:aimed": ("task.columns.target=answer", QUICK),
     REWARD.replace('"}]', '"},{"use":"mine.py:tokens","weight":0.1}]').replace("NAME", "right"): ("", QUICK),
     f"{ROWS} environment.tools=[mine.py:add]": ("model.path=tools", QUICK),
     f"{ROWS} environment.name=python": ("", QUICK),
