@@ -42,7 +42,7 @@ def copy_of(name: str, value: Any, given: ForeignNames) -> Copy:
 
 
 @dataclass(frozen=True)
-class Line:
+class LineToCopy:
     """words: of the command line, by their setting or option; without: by name, what is not in it; needless: the names
     of those by which nothing is lost.
     """
@@ -56,7 +56,7 @@ class Line:
         return " ".join(self.words.values())
 
 
-def line_of(copies: Mapping[str, Copy], given: ForeignNames, values: Mapping[str, Any]) -> Line:
+def line_of(copies: Mapping[str, Copy], given: ForeignNames, values: Mapping[str, Any]) -> LineToCopy:
     """Return the line to copy in place of names. values: what is given beside them, over which the line is tried."""
     words = dict[str, str]()
     names = dict[str, str]()  # of other libraries, by the setting of their word
@@ -77,7 +77,7 @@ def line_of(copies: Mapping[str, Copy], given: ForeignNames, values: Mapping[str
         if setting in names:  # and no default that was brought along
             without[names[setting]] = left_out.why
             needless |= {names[setting]} if left_out.is_idle else set()
-    return Line(words=words, without=without, needless=needless)
+    return LineToCopy(words=words, without=without, needless=needless)
 
 
 def _words_of(line: str) -> dict[str, str]:
@@ -149,12 +149,12 @@ def lines_to_copy(
     return [*lines, f"to copy: {line.text}"]
 
 
-def _is_elsewhere(setting: str, line: Line) -> bool:
+def _is_elsewhere(setting: str, line: LineToCopy) -> bool:
     """Return whether a line has something else in place of a setting: a task, or a reward model."""
     return "task.name" in line.words or (setting == "reward.functions" and "reward.model" in line.words)
 
 
-def _added(settings: list[str], line: Line, method: object) -> str:
+def _added(settings: list[str], line: LineToCopy, method: object) -> str:
     """Return the settings to add, with what there is without them."""
     is_own = "model.path" in line.words or "task.data" in line.words
     if METHODS[str(method)].recipe is None:

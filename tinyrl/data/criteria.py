@@ -32,7 +32,7 @@ def criteria_in(row: Row, column: str) -> list[RowCriterion]:
         raise ValueError(f"column '{column}' must be a list of criteria, {{text, weight}}; {there}")
     found = [_criterion(entry, f"'{column}', entry {number}") for number, entry in enumerate(value, start=1)]
     if not any(one.weight > 0 for one in found):
-        raise ValueError(f"'{column}': the weight of one criterion, at least, must be above 0")
+        raise ValueError(f"'{column}': at least one criterion must have a weight above 0")
     return found
 
 

@@ -393,7 +393,7 @@ def address_of_source(source: Any) -> Any:
     if kind == "url":
         return source.get("url")
     if kind != "base64":
-        raise ValueError(f"an image has the source {source!r:.60}; read are those of the types base64 and url")
+        raise ValueError(f"an image has the source {source!r:.60}; sources of the types base64 and url are read")
     return f"data:{source.get('media_type')};base64,{source.get('data')}"
 
 

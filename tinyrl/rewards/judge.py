@@ -72,7 +72,7 @@ class JudgeGone(Interrupted):
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedAnswer:
     """What an answer is worth, from 0 to 1, NaN where there is nothing to compare it with; parts: by criterion."""
 
     score: float
@@ -352,7 +352,7 @@ class JudgeReward:
         self.usage = {name: 0 for name in taken}
         return taken
 
-    def read_scores(self, reply: str | EndpointRefusal, rubric: Rubric, count: int) -> list[Judged]:
+    def read_scores(self, reply: str | EndpointRefusal, rubric: Rubric, count: int) -> list[JudgedAnswer]:
         """Return the scores of each of `count` answers as shown. Raises ValueError for a reply without a score, that of
         each criterion if there are several, or with different ones.
         """
@@ -360,7 +360,9 @@ class JudgeReward:
             raise reply
         if self.config.mode == "rank":
             order = only_verdict(reply, "order", partial(order_of, count=count), what=f"order of the {count} answers")
-            return [Judged(1.0 - order.index(i) / (count - 1) if count > 1 else math.nan) for i in range(1, count + 1)]
+            return [
+                JudgedAnswer(1.0 - order.index(i) / (count - 1) if count > 1 else math.nan) for i in range(1, count + 1)
+            ]
         if rubric.criteria:
             names = ", ".join(rubric.scales)
             parse = partial(scores_within, scales=rubric.scales)
@@ -368,11 +370,11 @@ class JudgeReward:
                 reply, "scores", parse, what=f"object `scores` with all criteria ({names}) on their scales"
             )
             parts = {one.name: one.reward(scores[one.name]) for one in rubric.criteria}
-            return [Judged(rubric.reward(parts), parts)]
+            return [JudgedAnswer(rubric.reward(parts), parts)]
         low, high = self.config.scale
         within = partial(score_within, low=low, high=high)
         score = only_verdict(reply, "score", within, what=f"score from {low:g} to {high:g}")
-        return [Judged((score - low) / (high - low))]
+        return [JudgedAnswer((score - low) / (high - low))]
 
     def ask_once(self, task: Task, row: Row) -> RowResults:
         """Ask one question: about a row's reference answer, or an empty one; in `rank` mode beside nonsense."""

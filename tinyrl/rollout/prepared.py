@@ -67,12 +67,13 @@ def unshown_images(config: Config, rows: RunRows) -> list[str]:
 
 
 def warnings_of(unshown: list[str]) -> list[str]:
+    """Return warnings of what `unshown_images` found."""
     return [f"warning: {sentence}: the model does not see it" for sentence in unshown]
 
 
 def check_shown(config: Config, unshown: list[str]) -> None:
     """Raise Refusal for what `unshown_images` found, where the model has a vision tower, unless model.with_images was
-    given: then they are meant as rows of text.
+    given: then the rows are meant as text.
     """
     if unshown and config.model.with_images is None and has_vision_tower(config.model.path):
         what = "or task.columns.unused=NAME if a column holds none; model.with_images=true if these are rows of text"

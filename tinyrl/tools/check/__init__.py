@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,17 @@ def exit_code(found: list[Finding]) -> int:
     return 0 if all(finding.is_harmless for finding in found) else 3
 
 
+@dataclass(frozen=True)
+class FullCheck:
+    """How a page is made with the models, as `check` is asked for it."""
+
+    options: Options
+    write: Path | None
+    prompts: int
+    samples: int | None
+    minutes: float
+
+
 def check(
     config: Config,
     *,
@@ -85,9 +97,8 @@ def check(
     if quick:
         yield from (rows, *parts)
         return
-    yield from _with_models(
-        prepared, rows, parts, options=options, write=write, prompts=prompts, samples=samples, minutes=minutes
-    )
+    wanted = FullCheck(options=options, write=write, prompts=prompts, samples=samples, minutes=minutes)
+    yield from _with_models(prepared, rows, parts, wanted)
 
 
 def _without_models(prepared: PreparedRun, *, asks_judges: bool) -> list[CheckSection]:
@@ -111,12 +122,7 @@ def _with_models(
     prepared: PreparedRun,
     rows: CheckSection,
     parts: list[CheckSection],
-    *,
-    options: Options,
-    write: Path | None,
-    prompts: int,
-    samples: int | None,
-    minutes: float,
+    wanted: FullCheck,
 ) -> Iterator[CheckSection]:
     """Load the models; yield the sections about rows (the first one as tokens), reward and environment, then what the
     models themselves show.
@@ -128,7 +134,7 @@ def _with_models(
 
     with out_of_memory_stops("while the run was checked"):
         try:
-            method, notes = _start(prepared, options)
+            method, notes = _start(prepared, wanted.options)
         except ExplainedByCheck as error:
             yield from (rows, *parts)
             yield refused(str(error))
@@ -146,20 +152,14 @@ def _with_models(
                 yield largest_step.worst_step(method, text=prepared.rows.text)
                 return
             reward = next(part for part in parts if isinstance(part, RewardSection))
-            how: Any = {"options": options, "write": write, "prompts": prompts, "samples": samples, "minutes": minutes}
-            yield from _of_answers(prepared, method, reward, **how)
+            yield from _of_answers(prepared, method, reward, wanted)
 
 
 def _of_answers(
     prepared: PreparedRun,
     method: OnPolicy,
     reward: RewardSection,
-    *,
-    options: Options,
-    write: Path | None,
-    prompts: int,
-    samples: int | None,
-    minutes: float,
+    wanted: FullCheck,
 ) -> Iterator[CheckSection]:
     """Sample answers; yield the sections about them and, in the time that is left, about the largest step."""
     from tinyrl.tools.check import early_end, images, largest_step, policy, rates, sampled  # with torch
@@ -171,9 +171,9 @@ def _of_answers(
         knows_gold=reward.knows_right(solved),
         is_environment_alone=missing_reward(config, prepared.task, prepared.rows.train) is not None,
         paid=reward.paid,
-        prompts=prompts,
-        samples=samples,
-        minutes=minutes,
+        prompts=wanted.prompts,
+        samples=wanted.samples,
+        minutes=wanted.minutes,
     )
     answers = policy.section(trial)
     if (ends := early_end.an_early_end(method.collector, trial.rewards)) is not None:
@@ -182,11 +182,11 @@ def _of_answers(
     looks = images.Looks(trial.looks, solved, is_rewarded=config.trains.rewarded)
     if (pictures := images.image_section(method.policy, looks)) is not None:
         yield pictures
-    if write is not None:
-        line = rates.write_rates(write, prepared, rates.rates_by_row(trial))
+    if wanted.write is not None:
+        line = rates.write_rates(wanted.write, prepared, rates.rates_by_row(trial))
         yield CheckSection("rates", [line])
-    if trial.seconds + trial.step_seconds > 60 * minutes:
-        yield largest_step.rough_step(trial, method.collector, minutes=minutes, device=options.device)
+    if trial.seconds + trial.step_seconds > 60 * wanted.minutes:
+        yield largest_step.rough_step(trial, method.collector, minutes=wanted.minutes, device=wanted.options.device)
     else:
         yield largest_step.worst_step(method, text=prepared.rows.text)
 
